@@ -48,8 +48,8 @@ from jpaged.text.helper_process import start_helper
 
 _MOST_COMPILED = 256
 _COMPILER_THREADS = 4
-_REVIVING_THREADS = 3
-"""The two that follow grammars and make masks, and the engine's."""
+_REVIVING_THREADS = 2
+"""The one that makes masks, and the engine's."""
 _ENDED = Place(failure="the process that follows grammars has ended")
 
 
@@ -61,12 +61,12 @@ class _Process:
     """
 
     def __init__(self, num_threads: int, num_words: int) -> None:
-        pairs = [socket.socketpair() for _ in range(2 + _COMPILER_THREADS + _REVIVING_THREADS)]
-        self._follower, self._masker, *self.compilers = [ours for ours, _ in pairs]
+        pairs = [socket.socketpair() for _ in range(1 + _COMPILER_THREADS + _REVIVING_THREADS)]
+        self._follower, *self.compilers = [ours for ours, _ in pairs]
         fds = [theirs.fileno() for _, theirs in pairs]
-        with _shared_file(2 * MASK_ROWS * num_words * 4) as memory:
+        with _shared_file(MASK_ROWS * num_words * 4) as memory:
             fds.append(memory.fileno())
-            self._masks = np.frombuffer(mmap.mmap(memory.fileno(), 0), np.uint32).reshape(2, MASK_ROWS, num_words)
+            self._masks = np.frombuffer(mmap.mmap(memory.fileno(), 0), np.uint32).reshape(MASK_ROWS, num_words)
             arguments = [fds[-1], num_threads, num_words, *fds[:-1]]
             process = start_helper(grammar_process.__name__, *map(str, arguments), fds=fds)
         for _, theirs in pairs:
@@ -93,13 +93,16 @@ class _Process:
     def follow(
         self, guides: "Sequence[_Guide]", token_ids: list[int], guessed: list[bool], last: list[bool]
     ) -> list[Place]:
-        """Moves guides past a token; as `GrammarCompiler.advance`. Masks that are quickly made come as well."""
-        message = Follow(self._changes(guides), [guide.number for guide in guides], token_ids, guessed, last)
+        """Moves guides past a token; as `GrammarCompiler.advance`. Where no guide guesses, their masks come as well."""
+        at_once = len(guides) <= MASK_ROWS and not any(guide.guesses for guide in guides)
+        message = Follow(self._changes(guides), [guide.number for guide in guides], token_ids, guessed, last, at_once)
         answer: Followed | None = self.ask(self._follower, message, Followed)
         if answer is None:
             return [_ENDED] * len(guides)
-        for i, made, mask in zip(answer.masked, answer.masks, self._masks[0], strict=False):
-            guides[i].made = _made(made, None, mask)
+        if at_once:
+            waiting = [guide for guide, place in zip(guides, answer.places, strict=True) if place.waits]
+            for guide, made, mask in zip(waiting, answer.masks, self._masks, strict=False):
+                guide.made = _made(made, None, mask)
         return answer.places
 
     def resume(self, guide: "_Guide", token_ids: Sequence[int], guessed: bool) -> Place:
@@ -112,21 +115,22 @@ class _Process:
         self, guides: "Sequence[_Guide]", before: Sequence[np.ndarray | None]
     ) -> "list[np.ndarray | str] | None":
         """As `GrammarCompiler.make_masks`, of at most MASK_ROWS guides. None if the process has ended."""
-        message = MakeMasks(Changes(self._begun(guides), [], []), [guide.number for guide in guides])
-        answer: Made | None = self.ask(self._masker, message, Made)
+        message = MakeMasks(self._changes(guides), [guide.number for guide in guides])
+        answer: Made | None = self.ask(self._follower, message, Made)
         if answer is None:
             return None
-        return [_made(*one) for one in zip(answer.masks, before, self._masks[1], strict=False)]
+        return [_made(*one) for one in zip(answer.masks, before, self._masks, strict=False)]
 
     def _changes(self, guides: "Sequence[_Guide]") -> Changes:
         forgotten = take_all(self.forgotten)  # first, so that guides of these are among the ended
-        return Changes(self._begun(guides), take_all(self.ended), forgotten)
-
-    def _begun(self, guides: "Sequence[_Guide]") -> list[tuple[int, int, bool, bool]]:
         begun = [guide for guide in guides if not guide.is_begun]
         for guide in begun:
             guide.is_begun = True
-        return [(guide.number, guide.grammar.number, guide.ends_late, guide.guesses) for guide in begun]
+        return Changes(
+            [(guide.number, guide.grammar.number, guide.ends_late, guide.guesses) for guide in begun],
+            take_all(self.ended),
+            forgotten,
+        )
 
 
 class CompiledGrammar:
@@ -206,7 +210,7 @@ class GrammarCompiler:
         self._get_tokenizer, self._num_threads = tokenizer, num_threads
         self._process: _Process | None = None
         self._known_process: _Process | None = None  # by the constraints that are compiled
-        self._start_lock, self._follow_lock, self._mask_lock = threading.Lock(), threading.Lock(), threading.Lock()
+        self._start_lock, self._follow_lock = threading.Lock(), threading.Lock()
         self._compiled: OrderedDict[StructuredOutputsParams, Future[CompiledGrammar]] = OrderedDict()
         self._revive_lock = threading.Lock()
         self._is_closed = False
@@ -273,12 +277,6 @@ class GrammarCompiler:
         """Moves a guide past many tokens at once, of which some were forced; as `advance`."""
         return self._followed(guide, token_ids, self._resume(guide, token_ids, False), False)
 
-    def masks_at_hand(
-        self, guides: Sequence[_Guide], before: Sequence[np.ndarray | None]
-    ) -> "list[np.ndarray | str | None]":
-        """As `make_masks`, of guides that were just advanced; None for those whose masks take longer."""
-        return [guide.take_made(mask) for guide, mask in zip(guides, before, strict=True)]
-
     def make_masks(self, guides: Sequence[_Guide], before: Sequence[np.ndarray | None]) -> "list[np.ndarray | str]":
         """What may follow where guides stand.
 
@@ -304,9 +302,13 @@ class GrammarCompiler:
         self, guides: Sequence[_Guide], before: Sequence[np.ndarray | None]
     ) -> "Sequence[np.ndarray | str]":
         """As `make_masks`, of at most MASK_ROWS guides; once more, one by one, if a process ends meanwhile."""
+        at_once = [guide.take_made(mask) for guide, mask in zip(guides, before, strict=True)]
+        found = [made for made in at_once if made is not None]
+        if len(found) == len(guides):
+            return found
         process = self._process
         if process is not None and process.is_alive and all(guide.grammar.process is process for guide in guides):
-            with self._mask_lock:
+            with self._follow_lock:
                 made = process.make_masks(guides, before)
             if made is not None:
                 return made
@@ -317,7 +319,7 @@ class GrammarCompiler:
         for _ in range(2):
             process = guide.grammar.process
             if process is self._process and process.is_alive:
-                with self._mask_lock:
+                with self._follow_lock:
                     made = process.make_masks([guide], [None])
                 if made is not None:
                     return made[0]

@@ -1,10 +1,9 @@
 """A process that follows grammars: `python -P -m jpaged.text.grammar_process MEMORY THREADS WORDS FD FD...`.
 
     its parent, `GrammarCompiler`                                    this process
-    first FD          Follow: guides and a token of each        -->  Followed: which of them must have masks; quick ones
-                                                                     are in the shared memory's first half
-                      Resume: a guide and many of its tokens    -->  the same, without masks
-    second FD         MakeMasks: guides                         -->  Made; the masks are in its second half
+    first FD          Follow: guides and a token of each        -->  Followed: which of them must have masks
+                      Resume: a guide and many of its tokens    -->  the same
+                      MakeMasks: guides                         -->  Made; the masks are in the shared memory
     each other FD     Start: the tokenizer, on one of them      -->  what is wrong with it; empty if nothing is
                       Compile: a constraint                     -->  Compiled
 
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 MASK_ROWS = 256
-"""Masks that half of the shared memory holds."""
+"""Masks that the shared memory holds."""
 _COMPILER_STACK_BYTES = 4 * STACK_BYTES
 """Of virtual memory; what the checking process could compile can be compiled here."""
 
@@ -83,7 +82,8 @@ class Changes(msgspec.Struct, array_like=True):
 
 class Follow(msgspec.Struct, array_like=True, tag=True):
     """tokens: a token for each guide. guessed: of which tokens it is to be said first whether they may follow.
-    last: which of them end their sequences.
+    last: which of them end their sequences. with_masks: the masks of those that need one are made at once; of at most
+    MASK_ROWS guides.
     """
 
     changes: Changes
@@ -91,6 +91,7 @@ class Follow(msgspec.Struct, array_like=True, tag=True):
     tokens: list[int]
     guessed: list[bool]
     last: list[bool]
+    with_masks: bool
 
 
 class Resume(msgspec.Struct, array_like=True, tag=True):
@@ -124,19 +125,14 @@ class Place(NamedTuple):
 
 
 class Followed(msgspec.Struct, array_like=True):
-    """A place for each guide. masked: guides, by their places here, whose masks were made quickly; masks: these, in
-    order, as of Made.
-    """
+    """A place for each guide. masks: of those that need one, in order, as of Made; empty if none were asked for."""
 
     places: list[Place]
-    masked: list[int] = []
     masks: list[list[int] | str | None] = []
 
 
 class MakeMasks(msgspec.Struct, array_like=True, tag=True):
-    """At most MASK_ROWS guides; the mask of each is written to the second half's row of its place here. changes: begun
-    alone.
-    """
+    """At most MASK_ROWS guides; the mask of each is written to the row of its place here."""
 
     changes: Changes
     guides: list[int]
@@ -151,18 +147,17 @@ class Made(msgspec.Struct, array_like=True):
 class GrammarServer:
     """What the process does, without its sockets.
 
-    masks: uint32 [2, MASK_ROWS, words]; shared with the parent. num_threads: that make masks.
+    masks: uint32 [MASK_ROWS, words]; shared with the parent. num_threads: that make masks.
     """
 
     def __init__(self, masks: np.ndarray, num_threads: int) -> None:
         from llguidance import LLExecutor
 
         self._masks, self._num_threads = masks, num_threads
-        self._executors = LLExecutor(num_threads), LLExecutor(num_threads)  # of quick masks, and of the others
-        self._lock = threading.Lock()
+        self._executor = LLExecutor(num_threads)
         self._pool = ThreadPoolExecutor(num_threads, "jpaged-lanes")
         self._tokenizer: LLTokenizer | None = None
-        self._vocabulary = Vocabulary.of(0, (), masks.shape[-1])
+        self._vocabulary = Vocabulary.of(0, (), masks.shape[1])
         self._grammars: dict[int, FollowedGrammar] = {}
         self._guides: dict[int, Guide] = {}
 
@@ -172,7 +167,7 @@ class GrammarServer:
             self._tokenizer = GrammarTokenizer(message.json, message.vocab_size, message.eos_token_ids).make()
         except InvalidParameterError as error:
             return str(error)
-        self._vocabulary = Vocabulary.of(message.vocab_size, message.eos_token_ids, self._masks.shape[-1])
+        self._vocabulary = Vocabulary.of(message.vocab_size, message.eos_token_ids, self._masks.shape[1])
         return ""
 
     def compile(self, message: Compile) -> Compiled:
@@ -186,7 +181,7 @@ class GrammarServer:
             return Compiled(str(error), is_refused=True)
         except BaseException as error:  # whatever the bindings raise: a panic of the library is no Exception
             return Compiled(f"structured_outputs.{kind} cannot be compiled: {error}")
-        mask = np.zeros((self._masks.shape[-1],), np.uint32)
+        mask = np.zeros((self._masks.shape[1],), np.uint32)
         if wrong := grammar.first_mask(mask):
             return Compiled(f"structured_outputs.{kind} cannot be used: {wrong}", is_refused=True)
         self._grammars[message.number] = grammar
@@ -199,11 +194,14 @@ class GrammarServer:
         sampled = zip(guides, message.tokens, message.guessed, strict=True)
         masked = [(guide.matcher, token) for guide, token, guessed in sampled if not guessed]
         if masked:
-            self._executors[0].consume_token_par(masked)
+            self._executor.consume_token_par(masked)
         every = zip(guides, message.tokens, message.guessed, message.last, strict=True)
         places = [_followed(*one) for one in every]
-        quick = [i for i, place in enumerate(places) if place.waits and guides[i].is_quick][:MASK_ROWS]
-        return Followed(places, quick, self._masks_of([guides[i] for i in quick], 0))
+        if not message.with_masks:
+            return Followed(places)
+        return Followed(
+            places, self._masks_of([guide for guide, place in zip(guides, places, strict=True) if place.waits])
+        )
 
     def resume(self, message: Resume) -> Followed:
         """Moves a guide past its tokens; as `follow`. It fails at the first token that may not follow."""
@@ -225,15 +223,13 @@ class GrammarServer:
     def make_masks(self, message: MakeMasks) -> Made:
         """Writes what may follow into the shared masks."""
         self._take(message.changes)
-        return Made(self._masks_of([self._guides[number] for number in message.guides], 1))
+        return Made(self._masks_of([self._guides[number] for number in message.guides]))
 
-    def _masks_of(self, guides: list[Guide], half: int) -> list[list[int] | str | None]:
-        """Writes their masks, in order, into this half; returns as `Made` has it."""
-        if not guides:
-            return []
-        masks = self._masks[half]
+    def _masks_of(self, guides: list[Guide]) -> list[list[int] | str | None]:
+        """Writes their masks, in order; returns as `Made` has it."""
+        masks = self._masks
         by_lane = sorted(range(len(guides)), key=lambda i: (id(guides[i].grammar), guides[i].lane))
-        self._executors[half].unsafe_compute_mask_ptr(
+        self._executor.unsafe_compute_mask_ptr(
             [(guides[i].matcher, i) for i in by_lane], masks.ctypes.data, masks.strides[0], len(masks)
         )
         for i, guide in enumerate(guides):
@@ -246,15 +242,14 @@ class GrammarServer:
         return [_failure(guide) or tokens or None for guide, tokens in zip(guides, few, strict=True)]
 
     def _take(self, changes: Changes) -> None:
-        with self._lock:
-            for number in changes.ended:
-                guide = self._guides.pop(number)
-                guide.grammar.num_live[guide.lane] -= 1
-            self._forget(changes.forgotten)
-            for number, count in Counter(number for _, number, *_ in changes.begun).items():
-                self._grammars[number].grow(count, self._num_threads, self._pool)
-            for number, grammar, ends_late, guesses in changes.begun:
-                self._guides[number] = Guide(self._grammars[grammar], self._vocabulary, ends_late, guesses)
+        for number in changes.ended:
+            guide = self._guides.pop(number)
+            guide.grammar.num_live[guide.lane] -= 1
+        self._forget(changes.forgotten)
+        for number, count in Counter(number for _, number, *_ in changes.begun).items():
+            self._grammars[number].grow(count, self._num_threads, self._pool)
+        for number, grammar, ends_late, guesses in changes.begun:
+            self._guides[number] = Guide(self._grammars[grammar], self._vocabulary, ends_late, guesses)
 
     def _forget(self, grammars: list[int]) -> None:
         for number in grammars:
@@ -310,8 +305,8 @@ def main() -> None:
     """Serves each socket in a thread."""
     memory, num_threads, num_words, *sockets = map(int, sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-    shared = mmap.mmap(memory, 2 * MASK_ROWS * num_words * 4)
-    server = GrammarServer(np.frombuffer(shared, np.uint32).reshape(2, MASK_ROWS, num_words), num_threads)
+    shared = mmap.mmap(memory, MASK_ROWS * num_words * 4)
+    server = GrammarServer(np.frombuffer(shared, np.uint32).reshape(MASK_ROWS, num_words), num_threads)
     threading.stack_size(_COMPILER_STACK_BYTES)
     threads = [threading.Thread(target=_serve_or_end, args=(server, socket.socket(fileno=fd))) for fd in sockets]
     for thread in threads:

@@ -109,11 +109,6 @@ class Guide:
             return False
         return not any(self._allows_one_at_random() for _ in range(2 if self._is_sure else 1))
 
-    @property
-    def is_quick(self) -> bool:
-        """Whether few tokens are allowed here, as far as is known: then its mask is made quickly."""
-        return self._num_refused == 0
-
     def finish_mask(self, mask: np.ndarray) -> None:
         """Its mask has been made: uint32 [words]. The end of sequence is taken out where it must come late."""
         if self.ends_late:

@@ -67,9 +67,9 @@ class MadeUpGrammar:
 
 
 class MadeUpGrammars:
-    """delay_s: of checks, and of those masks, one in two, that are not at hand at once. share: of the places where rows
-    that may guess do so; two in three guesses are refused, and two in three of these may be followed by others.
-    may_compile: set when compilations may end. fails_after: guides fail at its multiples.
+    """delay_s: of masks and checks. share: of the places where rows that may guess do so; two in three guesses are
+    refused, and two in three of these may be followed by others. may_compile: set when compilations may end.
+    fails_after: guides fail at its multiples.
     """
 
     num_words = WORDS
@@ -116,16 +116,8 @@ class MadeUpGrammars:
         time.sleep(self.delay_s)
         return [self._answer(*one) for one in zip(guides, token_ids, guessed, last, strict=True)]
 
-    def masks_at_hand(self, guides, before):
-        at_hand = [guide.state // 2 % 2 for guide in guides]
-        masks = iter(self._masks([guide for guide, yes in zip(guides, at_hand, strict=True) if yes]))
-        return [next(masks) if yes else None for yes in at_hand]
-
     def make_masks(self, guides, before):
         time.sleep(self.delay_s)
-        return self._masks(guides)
-
-    def _masks(self, guides):
         self.num_masks += len(guides)
         masks = [mask_after(guide.state) for guide in guides]
         listed = [np.flatnonzero(np.unpackbits(m.view(np.uint8), bitorder="little")).astype(np.int32) for m in masks]
@@ -339,9 +331,6 @@ def test_only_masks_that_changed_are_sent():
     class Alike(MadeUpGrammars):
         def advance(self, guides, token_ids, guessed, last):
             return [Place() for _ in guides]
-
-        def masks_at_hand(self, guides, before):
-            return [None] * len(guides)
 
         def make_masks(self, guides, before):
             mask = MadeUpGrammar().mask

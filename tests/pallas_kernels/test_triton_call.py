@@ -82,8 +82,9 @@ with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
 
 
 def test_triton_takes_arguments_where_pytorch_was_hidden():
-    """On a GPU jax-triton asks Triton about every argument, and Triton asks whether it is a tensor of PyTorch's, of what
-    stands for PyTorch among the imported modules."""
+    """On a GPU jax-triton asks Triton about every argument, and Triton asks whether it is a tensor of what stands for
+    PyTorch among the imported modules.
+    """
     program = """if True:
         from jpaged.host.imports import keep_torch_out
         keep_torch_out()

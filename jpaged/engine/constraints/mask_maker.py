@@ -1,10 +1,8 @@
-"""What follows grammars for the engine, and the threads that ask it.
+"""What follows grammars for the engine, and the thread that asks it.
 
 put(job)     tokens of some slots' sequences
 take()       Followed: where their guides stand, as soon as that is known
-             MasksMade: the masks of those that need one: the quick ones at once, the others later
-
-Masks that take long are a thread's of their own, so that neither other slots' tokens nor quick masks wait for them.
+             MasksMade: the masks of those that need one, later
 """
 
 import queue
@@ -77,14 +75,8 @@ class Grammars(Protocol):
         """
         ...
 
-    def masks_at_hand(
-        self, guides: Sequence[Any], before: Sequence[np.ndarray | None]
-    ) -> Sequence["np.ndarray | str | None"]:
-        """As `make_masks`, of guides that were just advanced; None for those whose masks take longer."""
-        ...
-
     def make_masks(self, guides: Sequence[Any], before: Sequence[np.ndarray | None]) -> Sequence["np.ndarray | str"]:
-        """What may follow where guides stand. May be called while others are advanced.
+        """What may follow where guides stand.
 
         before: masks as this returns them, or None; the same array is returned where the mask is equal.
 
@@ -128,17 +120,8 @@ class MasksMade(NamedTuple):
     masks: Sequence["np.ndarray | str"]
 
 
-class _SlowMasks(NamedTuple):
-    """Masks that take longer, of slots. before: as of Job."""
-
-    slots: list[int]
-    guides: list[Any]
-    before: list[np.ndarray | None]
-
-
 class MaskMaker:
-    """A thread that takes jobs in their order, and one for masks that take long. They start with the first job, and end
-    with this object.
+    """A thread that takes jobs in their order. It starts with the first one, and ends with this object.
 
     news: set when something has come.
     """
@@ -153,12 +136,9 @@ class MaskMaker:
     def put(self, job: Job) -> None:
         """Hands over a job."""
         if self._thread is None:
-            slow: queue.SimpleQueue[_SlowMasks | None] = queue.SimpleQueue()
-            common = (self._grammars, slow, self._results, self.news)
-            arguments = (self._jobs, *common)
-            self._thread = threading.Thread(target=_follow, args=arguments, name="jpaged-follow", daemon=True)
+            arguments = (self._grammars, self._jobs, self._results, self.news)
+            self._thread = threading.Thread(target=_make, args=arguments, name="jpaged-masks", daemon=True)
             self._thread.start()
-            threading.Thread(target=_make_slow, args=common, name="jpaged-masks", daemon=True).start()
             weakref.finalize(self, self._jobs.put, None)
         self._jobs.put(job)
 
@@ -175,16 +155,15 @@ class MaskMaker:
         return result
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Ends the thread."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread = None
 
 
-def _follow(
-    jobs: "queue.SimpleQueue[Job | None]",
+def _make(
     grammars: Grammars,
-    slow: "queue.SimpleQueue[_SlowMasks | None]",
+    jobs: "queue.SimpleQueue[Job | None]",
     results: "queue.SimpleQueue[Followed | MasksMade | BaseException]",
     news: threading.Event,
 ) -> None:
@@ -194,42 +173,11 @@ def _follow(
             places = grammars.advance(job.guides, job.token_ids, job.guessed, job.last)
             results.put(Followed(job.slots, places))
             waiting = [i for i, place in enumerate(places) if place.waits]
-            masks = grammars.masks_at_hand([job.guides[i] for i in waiting], [job.before[i] for i in waiting])
-            made = {job.slots[i]: mask for i, mask in zip(waiting, masks, strict=True) if mask is not None}
-            if made:
-                results.put(MasksMade(list(made), list(made.values())))
-            later = [i for i, mask in zip(waiting, masks, strict=True) if mask is None]
-            if later:
-                slots, before = [job.slots[i] for i in later], [job.before[i] for i in later]
-                slow.put(_SlowMasks(slots, [job.guides[i] for i in later], before))
-            if len(later) == len(places):
-                continue
+            if len(waiting) < len(places):
+                news.set()
+            if waiting:
+                masks = grammars.make_masks([job.guides[i] for i in waiting], [job.before[i] for i in waiting])
+                results.put(MasksMade([job.slots[i] for i in waiting], masks))
         except BaseException as error:  # raised again where the results are read
             results.put(error)
         news.set()
-    slow.put(None)
-
-
-def _make_slow(
-    grammars: Grammars,
-    slow: "queue.SimpleQueue[_SlowMasks | None]",
-    results: "queue.SimpleQueue[Followed | MasksMade | BaseException]",
-    news: threading.Event,
-) -> None:
-    """In a thread: makes together what has gathered, until None comes."""
-    while (some := slow.get()) is not None:
-        slots, guides, before = list(some.slots), list(some.guides), list(some.before)
-        ends = False
-        while not ends and not slow.empty():
-            more = slow.get()
-            if more is None:
-                ends = True
-            else:
-                slots, guides, before = slots + more.slots, guides + more.guides, before + more.before
-        try:
-            results.put(MasksMade(slots, grammars.make_masks(guides, before)))
-        except BaseException as error:  # as above
-            results.put(error)
-        news.set()
-        if ends:
-            return
