@@ -118,6 +118,7 @@ def engine(args: argparse.Namespace, max_num_seqs: int) -> LLMEngine:
         EngineArgs(
             model=args.model and model_directory(args.model),
             load_format=args.load_format,
+            compile_programs="at_start",
             block_size=args.block_size,
             num_gpu_blocks_override=max_num_seqs * math.ceil(length / args.block_size) + 2,
             max_model_len=length,

@@ -144,10 +144,9 @@ class EngineArgs(SchedulingOptions):
         kv_cache_dtype: of keys and values in the cache. "fp8" (or "fp8_e4m3"): e4m3, which takes half of the memory of
             16 bits; each layer's scales are those of the checkpoint (`k_scale`, `v_scale`), or 1. "auto": the model's
             dtype. Name as in vLLM.
-        calculate_kv_scales: with kv_cache_dtype="fp8", do not take the checkpoint's scales, nor 1, but such as suit the
-            keys and values that the model makes of built-in token ids, which it reads at start-up, before requests
-            come. They stay for the engine's life, and an engine that is started again has the same. Name as in vLLM,
-            which calibrates on the first requests.
+        calculate_kv_scales: with kv_cache_dtype="fp8", compute the scales at start-up, from the keys and values of
+            built-in token ids, instead of reading the checkpoint's. They stay for the engine's life, and an engine that
+            is started again has the same. Name as in vLLM, which calibrates on the first requests.
         skip_tokenizer_init: take and give token ids only.
         verbose: print the start-up table and progress.
 

@@ -14,8 +14,9 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser = commands.add_parser(
         "quantize",
         help="write a checkpoint in FP8 or in 4 bits",
-        description="Write a checkpoint whose attention and MLP weights are quantized, in compressed-tensors'\n"
-        "safetensors layout, one tensor at a time. OUT is then a model like any other\n(--model OUT).",
+        description="Write a checkpoint whose attention, MLP and recurrent weights are quantized, in\n"
+        "compressed-tensors' safetensors layout, one tensor at a time. OUT is then a model\n"
+        "like any other (--model OUT).",
         epilog=dedent("""\
             schemes:
               fp8        8-bit weights, a scale for each output; activations by token

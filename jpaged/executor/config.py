@@ -97,7 +97,7 @@ class ExecutorConfig:
 
     @property
     def mask_buckets(self) -> tuple[int, ...]:
-        """Slots that a program for masks exists for: few, since listed tokens take little room."""
+        """How many slots a program for masks updates. Two sizes do: a listed mask takes 264 bytes."""
         return tuple(sorted({min(64, self.max_num_seqs), self.max_num_seqs}))
 
     @property

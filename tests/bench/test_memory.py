@@ -436,7 +436,7 @@ def test_each_block_size_is_served_on_the_device_and_what_was_measured_is_kept_i
 ):
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "decode_buckets": (8,), "token_buckets": (64,)}
     monkeypatch.setattr(device, "_FEW_PROGRAMS", sizes)
-    monkeypatch.setattr(device, "BLOCK_SIZES", (16, 32, 48))
+    monkeypatch.setattr(device, "_BLOCK_SIZES", (16, 32, 48))
     report = tmp_path / "memory.json"
     arguments = ["--figure", "18", "--quick", "--duration", "1", "--model", str(small_engine.write_model(tmp_path))]
     arguments += ["--num-prompts", "4", "--rate", "40", "--max-model-len", str(MAX_LENGTH), "--few-programs"]

@@ -15,6 +15,7 @@ from jax import lax
 from jpaged import pallas_kernels as ops
 from jpaged.bench.kernel_cases.case import CARD_BYTES_S, CARD_FLOPS, L2_BYTES, Built, Case, normal
 
+_CHUNK = 64  # tokens
 _CHUNK_CALLS = 4  # of a program
 
 
@@ -52,23 +53,18 @@ class DeltaNet:
     def step(self, *arguments: Any, backend: str | None) -> tuple[jax.Array, jax.Array]:
         return ops.gated_delta_rule(*arguments, backend=backend)
 
-    @property
-    def state_bytes(self) -> int:
-        """Of all heads of a sequence, float32."""
-        return 4 * self.heads * self.key_dim * self.value_dim
-
     def moved_bytes(self, rows: int, tokens: int) -> float:
         """What must be read and written for so many tokens in all: states once each way, queries, keys, values and
         outputs once, and two float32 gates a token and head."""
         columns = 2 * self.key_heads * self.key_dim + 2 * self.heads * self.value_dim
         each = columns * 2 + 8 * self.heads
-        return 2.0 * rows * self.state_bytes + float(tokens) * each
+        return 2.0 * rows * _state_bytes(self) + float(tokens) * each
 
-    def operations(self, tokens: int, chunk: int = 64) -> float:
+    def operations(self, tokens: int) -> float:
         """Of the products of whole chunks: keys and queries with keys and with the state, the inverse with what keys
         lack, scores with that, and the state's update. The inverse is left out, as a way to compute it is a choice."""
         with_state = 3 * self.key_dim * self.value_dim
-        return 2.0 * tokens * self.heads * (2 * chunk * (self.key_dim + self.value_dim) + with_state)
+        return 2.0 * tokens * self.heads * (2 * _CHUNK * (self.key_dim + self.value_dim) + with_state)
 
     def floors_us(self, rows: int, tokens: int) -> tuple[float, float]:
         """What memory and what products of so many tokens take at least, microseconds; the latter in TF32, at half the
@@ -100,9 +96,14 @@ class Mamba:
         return ops.state_space_dual(*arguments, backend=backend)
 
 
+def _state_bytes(layer: Layer) -> int:
+    """Of all heads of a sequence, float32."""
+    return 4 * int(np.prod(layer.state))
+
+
 def step_case(layer: Layer, rows: int, backend: str | None) -> Built:
     """Steps of rows in other slots each. Its work is the states, read and written, and what comes in and goes out."""
-    state_bytes = 4 * int(np.prod(layer.state))
+    state_bytes = _state_bytes(layer)
     copies = min(64, -(-L2_BYTES // (rows * state_bytes)))
     order = np.random.default_rng(0).permutation(copies * rows).astype(np.int32)
     slots = [jnp.asarray(part) for part in order.reshape(copies, rows)]

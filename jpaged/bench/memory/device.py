@@ -24,7 +24,7 @@ from jpaged.bench.memory.traces import TraceRequest, draw_trace
 from jpaged.bench.models import model_directory
 from jpaged.frontend.llm_engine import LLMEngine
 
-BLOCK_SIZES = (16, 32, 64, 128)
+_BLOCK_SIZES = (16, 32, 64, 128)
 _SWAP_BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _DEFAULT_RATES = {"sharegpt": 10.0, "alpaca": 40.0}
 _REPEATS = 7
@@ -49,7 +49,7 @@ def measure(figure: str, args: argparse.Namespace) -> Iterator[dict[str, list[Ro
 
 def block_sizes(args: argparse.Namespace) -> Iterator[Row]:
     """Normalized latency and tokens/s of the engine at each block size, for both data sets."""
-    for block_size in args.block_size or BLOCK_SIZES:
+    for block_size in args.block_size or _BLOCK_SIZES:
         engine = _engine(args, block_size)
         for dataset, usual in _DEFAULT_RATES.items():
             for rate in args.rate or [usual]:

@@ -114,6 +114,7 @@ class ConstrainedRows(DependentRows):
         self._by_slot: list[_Sequence | None] = [None] * num_slots
         self._masks: list[np.ndarray | None] = [None] * num_slots  # what each slot's next token must keep to
         self._sent: list[np.ndarray | None] = [None] * num_slots  # what the device has
+        self._is_open = [False] * num_slots  # under that mask a row guesses: its token need not be allowed
         self._is_catching_up = np.zeros((num_slots,), np.bool_)  # forced tokens are being computed
         self._in_making: set[int] = set()  # slots whose last token the maker has, or whose mask it makes
         self._held: dict[int, _Held] = {}  # guesses that it checks, by slot
@@ -329,6 +330,7 @@ class ConstrainedRows(DependentRows):
             if mask is None or mask is self._sent[slot]:
                 continue
             self._sent[slot] = mask
+            self._is_open[slot] = mask.dtype == np.int32 and bool(mask[0] == NO_TOKEN)
             changed.append(slot)
             plan.masks.append(mask)
             plan.mask_tokens.append(self._token_to_go_back_to(slot))
@@ -354,7 +356,7 @@ class ConstrainedRows(DependentRows):
         for i, (slot, code, token) in enumerate(zip(slots[rows].tolist(), codes, tokens, strict=True)):
             sequence = self._by_slot[slot]
             assert sequence is not None
-            is_guess, goes_on = _leaves_open(self._sent[slot]), code == FinishCode.RUNNING
+            is_guess, goes_on = self._is_open[slot], code == FinishCode.RUNNING
             if is_guess:
                 is_told[i] = False
                 self._held[slot] = _Held(token, code)
@@ -478,8 +480,3 @@ class ConstrainedRows(DependentRows):
         if sequence.forced:
             mask = np.array([sequence.forced[0]], np.int32)
         self._masks[slot] = mask
-
-
-def _leaves_open(mask: np.ndarray | None) -> bool:
-    """Whether a row under this mask guesses: its token need not be allowed."""
-    return mask is not None and mask.dtype == np.int32 and bool(mask[0] == NO_TOKEN)

@@ -35,8 +35,8 @@ def adopt(settings: dict[str, Any]) -> None:
 
 @contextmanager
 def settings_as(settings: dict[str, Any]) -> Iterator[None]:
-    """Within it, this thread's settings are these, where they were others. Those for which JAX has no context manager,
-    and which are the process's, are the process's meanwhile."""
+    """Sets these JAX settings for this thread; those without a context manager for the process. Puts them back at the
+    end."""
     with ExitStack() as stack:
         for name, value in settings.items():
             now = getattr(jax.config, name, value)

@@ -45,7 +45,7 @@ def quantize_checkpoint(
     shard_bytes: int = _SHARD_BYTES,
     progress: bool = False,
 ) -> None:
-    """Writes a checkpoint whose attention and MLP weights are quantized, in compressed-tensors' layout.
+    """Writes a checkpoint whose attention, MLP and recurrent weights are quantized, in compressed-tensors' layout.
 
     Embeddings, norms, biases and the head stay as they are; tokenizer, chat template and generation_config.json are
     copied. `LLM`, vLLM and transformers (with the compressed-tensors package) read the result, which has safetensors
