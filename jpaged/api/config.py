@@ -106,7 +106,8 @@ class EngineArgs(SchedulingOptions):
         compile_programs: when the step programs are compiled. "at_start": all of them before the first request, so that
             none waits for one. "on_first_use": at start what nearly every request runs, and each other program when a
             step first needs it, with which that step waits for it; for CPUs alone. The engine starts sooner, and what
-            no request asks for is never compiled. "auto": on first use on a CPU, at start elsewhere.
+            no request asks for is never compiled. "auto": on first use on a CPU, at start elsewhere, and with a
+            kernel_backend other than "xla", so that the start finds what it cannot do.
         seed: of sampling, for requests without one, and of random weights.
         kernel_backend: implementation of attention and cache writes: "hopper" (Mosaic kernels for Hopper, also called
             "mosaic"), "triton" (GPUs since Ampere), "cudnn" (GPUs since Hopper, for the virtual layout with per-layer

@@ -32,6 +32,7 @@ from tqdm import tqdm
 from jpaged.models.collectives import Collectives
 from jpaged.models.loading import checkpoint, orbax_checkpoint
 from jpaged.models.loading.pieces import Piece, repeat_kv_heads
+from jpaged.models.loading.quantized import repeated_scales
 from jpaged.models.model import Model, Weights, draw, init_key
 from jpaged.models.parameters import Start
 
@@ -141,7 +142,8 @@ def _init_stored(model: Model, shard: Model, index: int, leaf: jax.ShapeDtypeStr
     whole = model.abstract_weights[index]
     copies = shard.config.kv_head_copies if shard.holds_kv_heads[index] else 1
     axis = shard.shard_axes[index]
-    drawing = _drawing(model.starts[index], whole.shape, whole.dtype, copies, axis, leaf.shape, leaf.sharding)
+    times = repeated_scales(model, shard).get(model.parameter_names[index], 1)
+    drawing = _drawing(model.starts[index], whole.shape, whole.dtype, copies, times, axis, leaf.shape, leaf.sharding)
     return drawing(init_key(seed, index))
 
 
@@ -151,6 +153,7 @@ def _drawing(
     shape: tuple[int, ...],
     dtype: jnp.dtype,
     kv_head_copies: int,
+    scale_times: int,
     shard_axis: int | None,
     stored_shape: tuple[int, ...],
     sharding: NamedSharding,
@@ -160,6 +163,8 @@ def _drawing(
         if kv_head_copies > 1:
             assert shard_axis is not None
             return repeat_kv_heads(weight, kv_head_copies, shard_axis)
+        if scale_times > 1:  # the last group may have fewer inputs
+            weight = jnp.repeat(weight, scale_times, axis=-1)[..., : stored_shape[-1]]
         return _pad(weight, stored_shape)
 
     return jax.jit(drawn, out_shardings=sharding)

@@ -26,10 +26,11 @@ from jpaged.host.interrupt import KeptInterrupt
 log = logging.getLogger("jpaged.startup")
 
 
-def compiles_on_first_use(asked: CompilePrograms, mesh: DeviceMesh) -> bool:
+def compiles_on_first_use(asked: CompilePrograms, mesh: DeviceMesh, kernel_backend: str | None) -> bool:
     """Whether programs are compiled when they are first used; all are compiled at start otherwise.
 
-    asked: as `EngineArgs.compile_programs`.
+    asked, kernel_backend: as of `EngineArgs`. With a backend that is forced "auto" is at start: what it cannot do is
+        found there, before there are requests.
 
     Raises:
         InvalidParameterError: asked for where the devices are no CPUs.
@@ -41,7 +42,8 @@ def compiles_on_first_use(asked: CompilePrograms, mesh: DeviceMesh) -> bool:
             " compiled while requests run would need memory that the KV pool has. Leave it out: a second start finds"
             " its programs on disk."
         )
-    return asked == "on_first_use" or (asked == "auto" and device.platform == "cpu")
+    is_usual = device.platform == "cpu" and kernel_backend in (None, "xla")
+    return asked == "on_first_use" or (asked == "auto" and is_usual)
 
 
 class OnFirstUse:

@@ -142,7 +142,7 @@ def _start_on(
     interrupt: KeptInterrupt,
 ) -> Startup:
     device = mesh.local_devices[0]
-    waits_for_use = compiles_on_first_use(args.compile_programs, mesh)
+    waits_for_use = compiles_on_first_use(args.compile_programs, mesh, args.kernel_backend)
     model_config = ModelConfig.from_directory(directory, args.max_model_len, args.quantization)
     refuse_skew(model_config, are_random=args.load_format == "dummy" and given is None)
     if args.enable_expert_parallel:

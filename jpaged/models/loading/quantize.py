@@ -351,6 +351,9 @@ def _check_plain(directory: Path, config: Mapping[str, Any]) -> None:
                     f"{directory / 'config.json'} has a {name}: the checkpoint is quantized already; give the one that"
                     " it was made of."
                 )
+    apart = directory / "hf_quant_config.json"  # ModelOpt's
+    if apart.is_file() and read_json(apart).get("quantization"):
+        raise UnsupportedModelError(f"{apart}: the checkpoint is quantized already; give the one that it was made of.")
 
 
 @contextmanager

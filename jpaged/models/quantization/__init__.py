@@ -93,13 +93,14 @@ def _split(scheme: Scheme, layout: LinearLayout, shards: int) -> Kind:
         if finer is None:
             raise InvalidParameterError(
                 f"tensor_parallel_size={shards} gives each device {layout.input_size} inputs of some products, which"
-                f" {kind.group}, the inputs that share a scale, do not divide; lower it."
+                f" {kind.group}, the inputs that a device needs together, do not divide; lower it."
             )
         kind = finer
     if kind.reorders_inputs:
+        ways = "enable_expert_parallel=True, 1" if layout.experts else "1"
         raise InvalidParameterError(
             f"tensor_parallel_size={shards} is not supported for {scheme.name} with act-order, whose inputs of a scale"
-            " lie on several devices; use 1, or a checkpoint without act-order."
+            f" lie on several devices; use {ways}, or a checkpoint without act-order."
         )
     return kind
 

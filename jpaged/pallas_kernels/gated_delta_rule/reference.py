@@ -127,9 +127,11 @@ def within_chunks(
 ) -> DeltaChunks:
     """Cuts T tokens into chunks of consecutive ones, padded, and computes what needs no state.
 
-    row: int32 [T]; the sequence of each token, -1 for none; a sequence's tokens are consecutive.
+    row: int32 [T]; the sequence of each token, -1 for none, which may then be anything; a sequence's tokens are
+        consecutive.
     """
     tokens, key_heads, _ = q.shape
+    q, k, v = (jnp.where((row >= 0)[:, None, None], x, 0) for x in (q, k, v))
     group, precision = v.shape[1] // key_heads, precision_of(q.dtype)
     product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     cut = Cut.of(tokens)

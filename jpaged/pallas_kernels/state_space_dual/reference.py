@@ -115,9 +115,11 @@ def within_chunks(
 ) -> StateSpaceChunks:
     """Cuts T tokens into chunks of consecutive ones, padded, and computes what needs no state.
 
-    row: int32 [T]; the sequence of each token, -1 for none; a sequence's tokens are consecutive.
+    row: int32 [T]; the sequence of each token, -1 for none, which may then be anything; a sequence's tokens are
+        consecutive.
     """
     (tokens, heads, _), groups = x.shape, b.shape[1]
+    x, b, c = (jnp.where((row >= 0)[:, None, None], z, 0) for z in (x, b, c))
     precision = precision_of(x.dtype)
     product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     cut = Cut.of(tokens)

@@ -112,13 +112,15 @@ def test_a_program_that_there_is_not_is_not_compiled(late):
 
 def test_on_a_cpu_alone_programs_wait_for_their_first_use():
     cpu, gpu = (SimpleNamespace(devices=[SimpleNamespace(platform=one, device_kind=one)]) for one in ("cpu", "gpu"))
-    assert compiles_on_first_use("auto", cpu)
-    assert compiles_on_first_use("on_first_use", cpu)
-    assert not compiles_on_first_use("at_start", cpu)
-    assert not compiles_on_first_use("auto", gpu)
-    assert not compiles_on_first_use("at_start", gpu)
+    for backend in (None, "xla"):
+        assert compiles_on_first_use("auto", cpu, backend)
+        assert not compiles_on_first_use("at_start", cpu, backend)
+        assert not compiles_on_first_use("auto", gpu, backend)
+    assert not compiles_on_first_use("auto", cpu, "triton")  # what it cannot do is to be found at start
+    assert compiles_on_first_use("on_first_use", cpu, "triton")
+    assert not compiles_on_first_use("at_start", gpu, None)
     with pytest.raises(InvalidParameterError, match="compile_programs='on_first_use' is for CPUs"):
-        compiles_on_first_use("on_first_use", gpu)
+        compiles_on_first_use("on_first_use", gpu, None)
     with pytest.raises(InvalidParameterError, match="compile_programs must be"):
         EngineArgs(compile_programs="lazily")
 

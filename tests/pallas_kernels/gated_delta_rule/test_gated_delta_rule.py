@@ -168,3 +168,15 @@ def test_states_are_updated_in_place(ragged):
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == 512 * HEADS * KEY_DIM * VALUE_DIM * 4
     assert memory.temp_size_in_bytes < memory.alias_size_in_bytes / 4
+
+
+@pytest.mark.parametrize("backend", WITH_TRITON)
+def test_tokens_of_no_row_may_be_anything(backend):
+    """Attention leaves what it likes in the rows of padding, and the next layer reads it."""
+    rng = np.random.default_rng(7)
+    slots, fresh, starts = np.array([4, 0], np.int32), np.array([False, True]), np.array([0, 5, 30], np.int32)
+    states, of_tokens = states_of(rng), operands(40, rng)
+    right = exact(states, of_tokens, slots, fresh, [5, 25])
+    poisoned = [jnp.asarray(x).at[30:].set(jnp.nan) for x in of_tokens]
+    out, states = gated_delta_rule(states, *poisoned, slots, fresh, starts, backend=backend)
+    check(out[:30], states, right[0][:30], right[1])

@@ -156,3 +156,14 @@ def test_states_are_updated_in_place(ragged):
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == 512 * HEADS * HEAD_DIM * STATE_DIM * 4
     assert memory.temp_size_in_bytes < memory.alias_size_in_bytes / 4
+
+
+def test_tokens_of_no_row_may_be_anything():
+    """Attention leaves what it likes in the rows of padding, and the next layer reads it."""
+    rng = np.random.default_rng(7)
+    slots, fresh, starts = np.array([4, 0], np.int32), np.array([False, True]), np.array([0, 5, 30], np.int32)
+    states, (x, dt, a, b, c, d) = states_of(rng), operands(40, rng)
+    right = exact(states, (x, dt, a, b, c, d), slots, fresh, [5, 25])
+    x, dt, b, c = (jnp.asarray(z).at[30:].set(jnp.nan) for z in (x, dt, b, c))
+    out, states = state_space_dual(states, x, dt, a, b, c, d, slots, fresh, starts)
+    check(out[:30], states, right[0][:30], right[1])
