@@ -249,6 +249,14 @@ def test_of_multimodal_checkpoints_the_text_part_is_read(name: str) -> None:
     assert again.pieces == model.pieces
 
 
+@pytest.mark.parametrize("layer", [models.GatedDeltaNet, models.Mamba2])
+@pytest.mark.parametrize("given", ["rotation", "norms"])
+def test_a_recurrent_layer_refuses_what_attention_alone_takes(layer: type, given: str) -> None:
+    unmade = layer.__new__(layer)
+    with pytest.raises(ValueError, match=f"{layer.__name__} takes no rotation, and no norms"):
+        unmade(jnp.zeros((1, 8)), models.dense_causal_attend, **{given: (jnp.zeros(1), jnp.zeros(1))})
+
+
 @pytest.mark.parametrize("case", [CASE, MAMBA], ids=["delta net", "mamba"])
 def test_sequences_side_by_side_are_computed_as_alone_when_training(case: TinyModel) -> None:
     model = models.build(ModelConfig.from_dict(case.config), "float32")

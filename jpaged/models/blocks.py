@@ -22,14 +22,13 @@ from flax import nnx
 from jpaged.models.collectives import Collectives
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_reader import ConfigReader, divide_into_heads
-from jpaged.models.delta_net import GatedDeltaNet
 from jpaged.models.experts import SparseMLP
 from jpaged.models.family import Attend
 from jpaged.models.latent import LatentAttention
 from jpaged.models.layers import MLP, Attention, GatedMLP, run_layers
 from jpaged.models.linear import Embedding, Reader, times
-from jpaged.models.mamba import Mamba2
 from jpaged.models.norms import HeadNorms, Norm
+from jpaged.models.recurrence import RecurrentLayer
 from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin_stream
 from jpaged.models.rope import Rope, parse_rope
 
@@ -105,7 +104,7 @@ class SequentialBlock(nnx.Module):
 
     def __init__(
         self,
-        attention: Attention | LatentAttention | GatedDeltaNet | Mamba2,
+        attention: Attention | LatentAttention | RecurrentLayer,
         mlp: MLP | GatedMLP | SparseMLP,
         *,
         attention_norm: Norm | None = None,

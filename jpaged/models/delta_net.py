@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jpaged.models.family import Attend
-from jpaged.models.linear import DelicateLinear, Linear, PartialSum, Reader
+from jpaged.models.linear import DelicateLinear, Linear, PartialSum
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Part, Piece
-from jpaged.models.norms import HeadNorms, Norm, RMSNorm
+from jpaged.models.norms import RMSNorm
 from jpaged.models.parameters import Constant, Normal, parameter
-from jpaged.models.recurrence import Recurrence, recurrence_of
+from jpaged.models.recurrence import Recurrence, RecurrentLayer
 from jpaged.models.states import DeltaState
 
 
@@ -28,7 +27,7 @@ class GatedRMSNorm(RMSNorm):
         return (self(x).astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
 
 
-class GatedDeltaNet(Reader):
+class GatedDeltaNet(RecurrentLayer):
     """A recurrent layer, without the norm before it. Everything is laid out by key head, so that it splits over devices
     along that axis.
 
@@ -54,30 +53,13 @@ class GatedDeltaNet(Reader):
         std = (state.value_heads * state.value_dim * 2 * num_layers) ** -0.5
         self.out = Linear((state.value_heads, state.value_dim), (hidden,), std, dtype, rngs, shard_axis=0)
 
-    def __call__(
-        self,
-        x: jax.Array,
-        attend: Attend | Recurrence,
-        rotation: tuple[jax.Array, jax.Array] | None = None,
-        norms: tuple[Norm, Norm] | HeadNorms | None = None,
-        backend: str | None = "xla",
-    ) -> PartialSum:
-        """[T, hidden] -> [T, hidden]; called as `Attention` is.
-
-        attend: a `Recurrence`, or `dense_causal_attend`, for whole sequences. backend: of products (`Linear`).
-
-        Raises:
-            ValueError: a rotation or norms are given, of which there are none here.
-        """
-        if rotation is not None or norms is not None:
-            raise ValueError("A gated delta net takes no rotation, and no norms of queries and keys.")
+    def mix(self, x: jax.Array, recurrence: Recurrence, backend: str | None) -> PartialSum:
         state, tokens = self.state, x.shape[0]
         qkvz, ba = self.qkvz(x, backend=backend), self.ba(x, backend=backend).astype(jnp.float32)
         kernel = self.convolution[...]
         channels, z = jnp.split(qkvz, [kernel.shape[2]], axis=-1)
         b, a = jnp.split(ba, 2, axis=-1)
         log_decay = -jnp.exp(self.a_log[...]) * jax.nn.softplus(a + self.dt_bias[...])
-        recurrence = recurrence_of(attend)
         mixed = recurrence.convolve(channels.reshape(tokens, -1), kernel.reshape(kernel.shape[0], -1))
         gates = log_decay.reshape(tokens, -1), jax.nn.sigmoid(b).reshape(tokens, -1)
         y = recurrence.gated_delta_rule(*state.split(mixed), *gates)

@@ -32,7 +32,14 @@ from jpaged.models.layers import GatedMLP
 from jpaged.models.linear import PartialSum, PlainLinear, Reader
 from jpaged.models.parameters import Constant, parameter
 from jpaged.models.residual import ExpertCounts
-from jpaged.pallas_kernels import ExpertChoice, SortedRows, route_tokens, route_tokens_backend, sort_by_expert
+from jpaged.pallas_kernels import (
+    ExpertChoice,
+    RoutedTokens,
+    SortedRows,
+    route_tokens,
+    route_tokens_backend,
+    sort_by_expert,
+)
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
 from jpaged.pallas_kernels.grouped_product.api import tile_height
 from jpaged.pallas_kernels.route_tokens.reference import route
@@ -183,15 +190,6 @@ def split_by_experts(config: ModelConfig) -> SparseConfig:
     return replace(config, expert_parallel=True)
 
 
-class Routed(NamedTuple):
-    """experts: int32 [T, k], the best first; -1 throughout for tokens that are not live. weights: float32 [T, k].
-    rows: sorted by the experts that are here; None where no kernel sorted them."""
-
-    experts: jax.Array
-    weights: jax.Array
-    rows: SortedRows | None
-
-
 class Held(NamedTuple):
     """The experts that a shard has: from the first on, so many."""
 
@@ -217,7 +215,7 @@ class Router(nnx.Module):
         held: Held | None = None,
         live: jax.Array | None = None,
         backend: str | None = "xla",
-    ) -> Routed:
+    ) -> RoutedTokens:
         """x: [T, hidden]. held: the experts that are here; None for all. live: bool [T], tokens that are no padding;
         None for all. backend: of the grouped products; gradients need "xla"."""
         logits = self.gate(x, jnp.dtype(jnp.float32))
@@ -235,27 +233,28 @@ def route_rows(
     held: Held | None = None,
     live: jax.Array | None = None,
     backend: str | None,
-) -> Routed:
-    """Routes the tokens of logits float32 [T, E]; correction: [E], if `routing.biased`. Others: as of `Router`."""
+) -> RoutedTokens:
+    """Routes the tokens of logits float32 [T, E]; correction: [E], if `routing.biased`. Others: as of `Router`.
+
+    Rows are sorted where a kernel does it.
+    """
     tokens, num_experts = logits.shape
     if (found := route_tokens_backend(logits, routing, backend)) == "xla":
         experts, weights = route(logits, routing, correction)
-        return Routed(experts if live is None else jnp.where(live[:, None], experts, -1), weights, None)
+        return RoutedTokens(experts if live is None else jnp.where(live[:, None], experts, -1), weights, None)
     here, first, number = num_experts, None, None
     if held is not None:
         here, first, number = held.number, jnp.asarray(held.first, jnp.int32), held.number
     height = tile_height(tokens * routing.per_token, here, backend)
-    return Routed(
-        *route_tokens(
-            logits,
-            routing,
-            correction=None if correction is None else correction.astype(jnp.float32),
-            live=live,
-            first=first,
-            held=number,
-            tile_height=height,
-            backend=found,
-        )
+    return route_tokens(
+        logits,
+        routing,
+        correction=None if correction is None else correction.astype(jnp.float32),
+        live=live,
+        first=first,
+        held=number,
+        tile_height=height,
+        backend=found,
     )
 
 

@@ -16,13 +16,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jpaged.models.collectives import Collectives
-from jpaged.models.family import Attend
-from jpaged.models.linear import Linear, PartialSum, Reader
+from jpaged.models.linear import Linear, PartialSum
 from jpaged.models.loading.pieces import Part, Piece, as_is
 from jpaged.models.mamba_config import ANY_STEP, PLAIN_MAMBA, MambaOptions
-from jpaged.models.norms import HeadNorms, Norm
 from jpaged.models.parameters import Constant, Normal, parameter
-from jpaged.models.recurrence import Recurrence, recurrence_of
+from jpaged.models.recurrence import Recurrence, RecurrentLayer
 from jpaged.models.states import MambaState
 
 
@@ -64,7 +62,7 @@ def first_group(state: MambaState, collectives: Collectives) -> jax.Array | int:
     return collectives.first(state.heads) // state.group_heads
 
 
-class Mamba2(Reader):
+class Mamba2(RecurrentLayer):
     """A Mamba-2 layer, without the norm before it.
 
         zx    [hidden, heads, 2, head_dim]      a head's gate z, then its inputs
@@ -106,24 +104,8 @@ class Mamba2(Reader):
         out_std = (all_heads * size * 2 * num_layers) ** -0.5
         self.out = Linear((heads, size), (hidden,), out_std, dtype, rngs, shard_axis=0, bias=bias)
 
-    def __call__(
-        self,
-        x: jax.Array,
-        attend: Attend | Recurrence,
-        rotation: tuple[jax.Array, jax.Array] | None = None,
-        norms: tuple[Norm, Norm] | HeadNorms | None = None,
-        backend: str | None = "xla",
-    ) -> PartialSum:
-        """[T, hidden] -> [T, hidden]; called as `Attention` is.
-
-        attend: a `Recurrence`, or `dense_causal_attend`, for whole sequences. backend: of products (`Linear`).
-
-        Raises:
-            ValueError: a rotation or norms are given, of which there are none here.
-        """
-        if rotation is not None or norms is not None:
-            raise ValueError("A Mamba-2 layer takes no rotation, and no norms of queries and keys.")
-        state, recurrence = self.state, recurrence_of(attend)
+    def mix(self, x: jax.Array, recurrence: Recurrence, backend: str | None) -> PartialSum:
+        state = self.state
         zx = self.zx(x, backend=backend)
         channels = _side_by_side(zx[:, :, 1], self.bc(x, backend=backend), 1)
         taps = _side_by_side(self.input_taps[...], self.shared_taps[...], 1)

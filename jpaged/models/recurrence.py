@@ -3,8 +3,8 @@
     x --products--> channels --convolve--> queries, keys, values --gated_delta_rule--> out     `delta_net.GatedDeltaNet`
                                            inputs, b, c          --state_space_dual--> out     `mamba.Mamba2`
 
-A `Recurrence` stands where attention has its `Attend`, and knows where the states are. A family says in
-`ModelConfig.layer_states` which layers have one.
+A `RecurrentLayer` is called as `Attention` is. A `Recurrence` stands where attention has its `Attend`, and knows where
+the states are. A family says in `ModelConfig.layer_states` which layers have one.
 """
 
 from dataclasses import dataclass
@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.models.family import Attend
+from jpaged.models.linear import PartialSum, Reader
+from jpaged.models.norms import HeadNorms, Norm
 from jpaged.pallas_kernels.gated_delta_rule.reference import gated_delta_sequences
 from jpaged.pallas_kernels.short_convolution.reference import convolved_sequences
 from jpaged.pallas_kernels.state_space_dual.reference import state_space_sequences
@@ -82,3 +84,30 @@ def recurrence_of(attend: Attend | Recurrence) -> Recurrence:
         return attend
     bound: dict[str, Any] = getattr(attend, "keywords", {})  # of a functools.partial
     return WholeSequences(bound.get("segment_ids"))
+
+
+class RecurrentLayer(Reader):
+    """A layer that keeps a state of each sequence, without the norm before it."""
+
+    def __call__(
+        self,
+        x: jax.Array,
+        attend: Attend | Recurrence,
+        rotation: tuple[jax.Array, jax.Array] | None = None,
+        norms: tuple[Norm, Norm] | HeadNorms | None = None,
+        backend: str | None = "xla",
+    ) -> PartialSum:
+        """[T, hidden] -> [T, hidden]; called as `Attention` is.
+
+        attend: a `Recurrence`, or `dense_causal_attend`, for whole sequences. backend: of products (`Linear`).
+
+        Raises:
+            ValueError: a rotation or norms are given, of which there are none here.
+        """
+        if rotation is not None or norms is not None:
+            raise ValueError(f"{type(self).__name__} takes no rotation, and no norms of queries and keys.")
+        return self.mix(x, recurrence_of(attend), backend)
+
+    def mix(self, x: jax.Array, recurrence: Recurrence, backend: str | None) -> PartialSum:
+        """What a call returns."""
+        raise NotImplementedError

@@ -3,15 +3,15 @@
 **Guesses.** Most tokens of a text need no mask. A row without truncation may sample among all tokens: where it comes to
 one that is allowed, the mask would have led it there, too. To say whether a token is allowed takes some microseconds;
 a mask, which tries them all, up to milliseconds. So a guide that stands where a guess is likely to hold asks for no
-mask:
+mask. In doubt it tries tokens at random: if one of them is allowed, many are, and the row guesses; else a mask is made,
+which is quick where few are allowed.
 
-    after a guess that was allowed       guess again; but if one of the last 32 was not, only where one of two tokens
-                                         tried at random is allowed: where few are, such a model is likely to be refused
-    after one that was not               try a token at random; if it is allowed, guess again without the one that was
-                                         not, twice at most. Else a mask for this place, which says how many tokens are
-                                         allowed. Most: guess next
-    after a mask that allows few         try one token at random; if it is allowed, many are: guess. Else a mask, which
-                                         is made quickly where few are allowed
+    at the beginning, after a guess that    guess; but if one of the last 32 guesses was refused, only where one of two
+    was allowed, after a mask that allows   tokens tried at random is allowed: where few are, such a model is likely to
+    more than half of all tokens            be refused
+    after a mask that allows fewer          guess where one token tried at random is allowed
+    after a guess that was refused          likewise, without what was refused; after three at this place not at all: a
+                                            mask is made
 
 **Lanes.** Copies of a matcher share its lexer, under one lock: masks of copies cannot be made at the same time. So a
 grammar is compiled several times, and its sequences are spread over these lanes. A lane's lexer remembers what its
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _random = Random(0)
 _MOST_REFUSED = 2
-"""Guesses for one place that are refused before its mask is made."""
+"""After so many refused guesses at one place another one may be tried; if that is refused too, its mask is made."""
 _TRUSTED = 32
 """So many guesses in a row that were allowed make others likely to be, too, however few tokens are."""
 _QUICK_S = 0.1

@@ -7,6 +7,7 @@ import signal
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from jpaged.assets import demo_model_path
 from jpaged.text import grammar_compiler, grammars
 from jpaged.text.grammar_compiler import GrammarCompiler
 from jpaged.text.grammars import GrammarCheck, GrammarTokenizer
+from jpaged.text.guides import FollowedGrammar, Guide, Vocabulary
 from jpaged.text.tokenizer import Tokenizer
 from tests.support.random_schemas import random_schema
 
@@ -317,6 +319,71 @@ def test_a_guide_guesses_where_most_tokens_are_allowed_and_while_its_guesses_hol
     then("1", False)
     masks_of(compiler, guide)
     assert [then("?", False), then("?", True), then("?", True)] == ["guess"] * 3
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """The tokens that guides try, in order, instead of random ones; no others may be tried."""
+    tokens = deque()
+    monkeypatch.setattr("jpaged.text.guides._random", SimpleNamespace(randrange=lambda size: tokens.popleft()))
+    return tokens
+
+
+def guessing_guide(given, regex):
+    grammar = FollowedGrammar(given.make(), grammars.grammar_text(Structured(regex=regex)))
+    return Guide(grammar, Vocabulary.of(VOCAB_SIZE, (EOS,), VOCAB_SIZE // 32), False, True)
+
+
+def needs_mask(guide, tried, *tokens):
+    """Whether a guide asks for a mask once it has tried all of these tokens."""
+    tried.extend(tokens)
+    needs = guide.needs_mask()
+    assert not tried
+    return needs
+
+
+def test_the_third_guess_that_is_refused_at_a_place_always_needs_its_mask(given, tokenizer, tried):
+    right, wrong = (tokenizer.encode(text, add_special_tokens=False)[-1] for text in ("b", "!"))
+    guide = guessing_guide(given, "[^!]*")  # allows nearly all tokens
+    assert not needs_mask(guide, tried)
+
+    def refuse_three_times():
+        for _ in range(2):
+            assert not guide.take_guess(wrong)
+            assert needs_mask(guide, tried, wrong)
+            assert not needs_mask(guide, tried, right)
+        assert not guide.take_guess(wrong)
+        assert needs_mask(guide, tried)
+
+    refuse_three_times()
+    guide.heed_mask(VOCAB_SIZE * 9 // 10)
+    assert needs_mask(guide, tried, wrong, wrong)
+    assert not needs_mask(guide, tried, wrong, right)
+    refuse_three_times()  # the mask has begun the count anew, and so does a guess that holds
+    guide.heed_mask(VOCAB_SIZE * 9 // 10)
+    assert not guide.take_guess(wrong)
+    assert guide.take_guess(right)
+    refuse_three_times()
+
+
+def test_after_a_refused_guess_32_must_hold_in_a_row_before_places_that_allow_few_are_guessed_at(
+    given, tokenizer, tried
+):
+    right, wrong = (tokenizer.encode(text, add_special_tokens=False)[-1] for text in ("a", "z"))
+    guide = guessing_guide(given, "[ab]*")
+    for held_before in (0, 31):
+        for _ in range(held_before):
+            assert guide.take_guess(right)
+        assert not guide.take_guess(wrong)
+        assert needs_mask(guide, tried, wrong)
+        for _ in range(31):
+            assert guide.take_guess(right)
+            assert needs_mask(guide, tried, wrong, wrong)
+    assert guide.take_guess(right)
+    assert not needs_mask(guide, tried)
+    guide.heed_mask(3)  # a mask that allows few is not trusted whatever held before
+    assert needs_mask(guide, tried, wrong)
+    assert not needs_mask(guide, tried, right)
 
 
 @pytest.mark.parametrize("expression", ["[ab]+", "(?s:.*)"])

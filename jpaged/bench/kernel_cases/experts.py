@@ -183,6 +183,7 @@ def routing_case(tokens: int, e: Experts, backend: str | None) -> Built:
             one, after = lax.optimization_barrier((one, after))
             # Every result is read by what comes next, as in a layer: XLA computes none that nobody does.
             routed = ops.route_tokens(one, routing, tile_height=height, backend=routing_backend)
+            assert routed.rows is not None
             after, _ = lax.optimization_barrier((routed.rows.group_sizes, routed))
         return after
 

@@ -72,15 +72,12 @@ def gated_delta_rule(
     check.check_like("v", v, "T, heads, value_dim", (tokens, heads, value_dim), "q and states", q.dtype)
     for name, x in (("log_decay", log_decay), ("beta", beta)):
         check.check_array(name, x, jnp.float32, "T, heads", (tokens, heads))
-    rows = slots.shape[0]
-    check.check_int32("slots", slots, "R", (tokens if query_starts is None else None,))
-    check.check_array("fresh", fresh, jnp.bool_, "R", (rows,))
+    rows = check.check_rows(slots, fresh, query_starts, tokens)
     step = STEP.pick(backend, states, q).run
     if not tokens or not rows or not num_slots:
         return jnp.zeros_like(v), states
     if query_starts is None:
         return step(states, q, k, v, log_decay, beta, slots, fresh)
-    check.check_int32("query_starts", query_starts, "R + 1", (rows + 1,))
     chunks = CHUNKS.pick(backend, states, q, query_starts).run
 
     def by_chunks(states: jax.Array, of_tokens: Operands, slots: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -48,6 +48,9 @@ def route_tokens(
         first, held: experts first .. first + held - 1 are here (int32 scalar, and a number); None for all.
         tile_height: rows of a tile, at most.
         backend: "triton" or "xla"; None picks by device and shapes.
+    Returns:
+        The experts and weights of all tokens, whether these experts are here or not, and always the sorted rows of
+        those that are.
     Raises:
         ValueError: an argument does not fit; it is named.
     """

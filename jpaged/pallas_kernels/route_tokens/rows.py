@@ -28,8 +28,9 @@ class SortedRows(NamedTuple):
 
 
 class RoutedTokens(NamedTuple):
-    """experts: int32 [T, k], the best first; -1 throughout for tokens that are not live. weights: float32 [T, k]."""
+    """experts: int32 [T, k], the best first; -1 throughout for tokens that are not live. weights: float32 [T, k].
+    rows: of the experts that are here; None where they have not been sorted."""
 
     experts: jax.Array
     weights: jax.Array
-    rows: SortedRows
+    rows: SortedRows | None

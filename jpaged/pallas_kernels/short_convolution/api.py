@@ -51,11 +51,7 @@ def short_convolution(
     check.check_like("kernel", kernel, "width, channels", (before + 1, channels), "history", history.dtype)
     if bias is not None:
         check.check_like("bias", bias, "channels", (channels,), "history", history.dtype)
-    check.check_int32("slots", slots, "R", (tokens if query_starts is None else None,))
-    rows = slots.shape[0]
-    check.check_array("fresh", fresh, jnp.bool_, "R", (rows,))
-    if query_starts is not None:
-        check.check_int32("query_starts", query_starts, "R + 1", (rows + 1,))
+    rows = check.check_rows(slots, fresh, query_starts, tokens)
     run = OP.pick(backend, history).run
     if not tokens or not rows or not num_slots:
         return jnp.zeros_like(x), history

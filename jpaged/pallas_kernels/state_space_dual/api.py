@@ -75,15 +75,12 @@ def state_space_dual(
         raise ValueError(f"b must be [T, groups, {state_dim}], groups a divisor of {heads}, got shape {b.shape}")
     check.check_like("b", b, "T, groups, state_dim", (tokens, groups, state_dim), "x and states", x.dtype)
     check.check_like("c", c, "T, groups, state_dim", b.shape, "b", b.dtype)
-    rows = slots.shape[0]
-    check.check_int32("slots", slots, "R", (tokens if query_starts is None else None,))
-    check.check_array("fresh", fresh, jnp.bool_, "R", (rows,))
+    rows = check.check_rows(slots, fresh, query_starts, tokens)
     step = STEP.pick(backend, states, x).run
     if not tokens or not rows or not num_slots:
         return jnp.zeros_like(x), states
     if query_starts is None:
         return step(states, x, dt, a, b, c, d, slots, fresh)
-    check.check_int32("query_starts", query_starts, "R + 1", (rows + 1,))
     chunks = CHUNKS.pick(backend, states, x).run
 
     def by_chunks(states: jax.Array, of_tokens: Operands, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
