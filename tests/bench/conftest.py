@@ -10,5 +10,5 @@ from jpaged.executor.start import startup
 @pytest.fixture(scope="package", autouse=True)
 def programs_on_first_use() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(startup, "compiles_on_first_use", lambda asked, mesh: True)
+        patch.setattr(startup, "compiles_on_first_use", lambda *asked: True)
         yield
