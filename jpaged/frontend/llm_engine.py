@@ -89,10 +89,10 @@ class LLMEngine(RequestIntake):
         self.args = args
         if startup is not None and weights is not None:
             raise InvalidParameterError("startup has weights already; leave weights out, and call update_weights.")
-        # Before the start: what cannot be read is said at once, and Triton, once imported, has PyTorch found again.
-        self.tokenizer = None if args.skip_tokenizer_init else Tokenizer.load(args.tokenizer or directory)
         self.startup = _start(args, directory, weights) if startup is None else _same_start(args, startup)
-        if self.tokenizer is not None:
+        self.tokenizer = None
+        if not args.skip_tokenizer_init:
+            self.tokenizer = Tokenizer.load(args.tokenizer or directory)
             set_objects_apart()
         self.default_sampling_params = get_default_sampling_params(directory)
         config, model = self.startup.config, self.startup.model.config
