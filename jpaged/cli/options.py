@@ -116,7 +116,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--compile-programs",
         choices=get_args(CompilePrograms),
-        help="all before the first request, or each when first needed, as auto does on a CPU alone (default: auto)",
+        help="all at start, or each when a step first needs it, which CPUs alone can do; auto: the latter on a CPU"
+        " unless --kernel-backend forces kernels (default: auto)",
     )
     group.add_argument(
         "--logprobs-mode",

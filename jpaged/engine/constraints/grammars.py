@@ -440,17 +440,15 @@ class ConstrainedRows(DependentRows):
             self._fail(sequence, place.failure)
             return
         if place.is_refused:
-            assert held is not None
             self._slots.take_back(slot)
             self._refused.add(slot)
-            others = np.append(sequence.mask, np.int32(held.token))
         else:
             sequence.forced.extend(place.forced)
             if held is not None:
                 self._confirmed[slot] = held
-            others = _ANY
         if not place.needs_mask:
-            sequence.mask = others
+            refused = held if place.is_refused else None
+            sequence.mask = _ANY if refused is None else np.append(sequence.mask, np.int32(refused.token))
             self._in_making.discard(slot)
             self._come.append(slot)
 
