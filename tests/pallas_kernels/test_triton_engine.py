@@ -21,7 +21,6 @@ OPTIONS = TINY_ENGINE | {
     "max_num_batched_tokens": 32,
     "decode_buckets": (4,),
     "token_buckets": (32,),
-    "compile_programs": "on_first_use",  # tracing interpreted kernels takes long
 }
 PROMPTS = [[3, 4, 5], list(range(3, 52))]
 PARAMS = {
