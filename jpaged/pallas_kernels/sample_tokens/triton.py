@@ -19,6 +19,7 @@ Noise is computed where it can win: a warp leaves a tile out if no token of it c
 """
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,7 @@ from jpaged.pallas_kernels.sample_tokens.triton_rows import (
 from jpaged.pallas_kernels.sample_tokens.triton_share import LEVELS, levels_around, settle, weigh
 
 _GROUP = 64
-_TILE = 1024  # tokens that a warp of `_scan` handles at once
+_TILE = 512  # tokens that a warp of `_scan` handles at once
 _PART = 2048  # tokens of a program of `_scan`, at least
 _MOST_PARTS = 128  # of a row
 _PASS_GROUPS = 64  # that a CTA of `_choose` handles at once; 16 tokens a thread
@@ -64,16 +65,17 @@ def unsupported(logits: jax.Array) -> str | None:
     return None
 
 
-@jax.jit
-def sample_tokens(operands: Operands) -> jax.Array:
-    """`sample_tokens` of the package, checked."""
+@partial(jax.jit, static_argnames=("tile", "part"))
+def sample_tokens(operands: Operands, *, tile: int | None = None, part: int | None = None) -> jax.Array:
+    """`sample_tokens` of the package, checked. tile, part: to try others than `_TILE` and `_PART`."""
     logits = operands.logits
     rows, vocab_size = logits.shape
     floats, top_k = row_numbers(operands)
     keys = jnp.stack(noise.row_keys(operands.seeds, operands.positions), axis=1)
     shares = operands.top_p is not None
     truncates = any(x is not None for x in (operands.top_k, operands.top_p, operands.min_p))
-    part = triton.next_power_of_2(max(_PART, triton.cdiv(vocab_size, _MOST_PARTS)))
+    tile, part = tile or _TILE, part or _PART
+    part = triton.next_power_of_2(max(part, triton.cdiv(vocab_size, _MOST_PARTS)))
     parts, groups = triton.cdiv(vocab_size, part), triton.cdiv(vocab_size, _GROUP)
     all_parts = triton.next_power_of_2(parts)
     sizes = {"VOCAB": vocab_size, "PARTS": parts, "GROUPS": groups, "GROUP": _GROUP}
@@ -95,8 +97,8 @@ def sample_tokens(operands: Operands) -> jax.Array:
         ],
         **sizes,
         TRUNCATES=truncates,
-        TILE=_TILE,
-        TILES=part // _TILE,
+        TILE=tile,
+        TILES=part // tile,
     )
     passes = {"PASS": _UNALIGNED_PASS_GROUPS if vocab_size % 4 else _PASS_GROUPS}
     tokens, levels, _ = call(
@@ -188,10 +190,15 @@ def _scan(
     best = _LEAST_SCORE
     token = 0
     mass = 0.0
+    logits += row * VOCAB
+    at = part * TILES * TILE + tl.arange(0, TILE)
+    ahead = tl.load(logits + at, mask=at < VOCAB, other=-_INF)
     for i in range(TILES):
         first = (part * TILES + i) * TILE
         at = first + tl.arange(0, TILE)
-        x = without_nan(tl.load(logits + row * VOCAB + at, mask=at < VOCAB, other=-_INF))
+        x = without_nan(ahead)
+        if i + 1 < TILES:  # the next tile is on its way while this one is looked at
+            ahead = tl.load(logits + at + TILE, mask=at + TILE < VOCAB, other=-_INF)
         highest = tl.max(tl.reshape(x, (TILE // GROUP, GROUP)), axis=1)
         if TRUNCATES:
             group = first // GROUP + tl.arange(0, TILE // GROUP)

@@ -112,9 +112,7 @@ def floor_of_groups(highest, top, k):
 
 
 @triton.jit
-def floor_of_tokens(
-    logits, listed, count, floor, top, k, VOCAB: tl.constexpr, GROUP: tl.constexpr, PASS: tl.constexpr
-):
+def floor_of_tokens(logits, listed, count, floor, top, k, VOCAB: tl.constexpr, GROUP: tl.constexpr, PASS: tl.constexpr):
     """The logit above which are the k largest, and those tied with the last of them. At least k are above `floor`, if
     there are as many."""
     low, high = _image(floor).to(tl.int64), _image(top).to(tl.int64)
