@@ -15,7 +15,11 @@ hopper_draws = jax.jit(lambda *arguments: sample_tokens(*arguments, backend="hop
 triton_draws = jax.jit(lambda *arguments: sample_tokens(*arguments, backend="triton"))
 
 on_gpus_of_its_own = pytest.mark.parametrize(
-    "kernel", [pytest.param(hopper_draws, marks=on_gpu), pytest.param(triton_draws, marks=on_gpu_with_triton)]
+    "kernel",
+    [
+        pytest.param(hopper_draws, marks=(on_gpu, pytest.mark.gpu)),
+        pytest.param(triton_draws, marks=(on_gpu_with_triton, pytest.mark.gpu)),
+    ],
 )
 
 
@@ -98,6 +102,7 @@ def test_the_kernel_draws_what_sorting_draws(seed, vocab):
     )
 
 
+@pytest.mark.gpu
 @needs_triton
 @pytest.mark.parametrize(("seed", "vocab"), [(2, 700), (3, 130), (7, 9000)])
 def test_triton_s_kernels_draw_what_sorting_draws(seed, vocab):
