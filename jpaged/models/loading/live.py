@@ -31,8 +31,8 @@ _SHOWN = 5
 """Problems, and names, that a message has at most."""
 
 _AT_ONCE = 16
-"""Arrays that one program writes into a parameter. A program takes longer to start than an expert's tensor to write, and
-mixtures have thousands of these."""
+"""Arrays that one program writes into a parameter: it takes longer to start than to write an expert's tensor, of which
+mixtures have thousands."""
 
 
 @dataclass(frozen=True)
