@@ -33,6 +33,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help=GPU_MEMORY_UTILIZATION)
     parser.add_argument("--pipeline-depth", type=int, default=2, help=PIPELINE_DEPTH)
     parser.add_argument("--shared-prefix-attention", action="store_true", help="read shared prefixes once a step")
+    parser.add_argument("--batch-invariant", action="store_true", help="compute the same bits whatever the batch")
     add_bits_options(parser)
     add_kernel_backend_option(parser)
     add_layout_options(parser)

@@ -3,17 +3,19 @@ it reads from files.
 
     tensor [out, in] --relayout--> piece --written at its offsets--> parameter, donated: its buffer stays the same
 
-One program for each kind of tensor, compiled when the first of them comes.
+One program for each kind of parameter and of tensors that are written into it together, compiled when the first of them
+come.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jpaged.models.loading.pieces import Part, Piece, repeat_kv_heads
 
@@ -58,29 +60,55 @@ class Layout:
         return piece if self.kv_head_copies == 1 else repeat_kv_heads(piece, self.kv_head_copies, piece.ndim - 3)
 
 
-def write(parameter: jax.Array, tensor: Any, layout: Layout, offsets: tuple[int, ...]) -> jax.Array:
-    """The parameter, on one device, with an array written into it at these offsets, in its type. Donates the parameter,
-    never the array: what a trainer holds stays its own.
+@dataclass(frozen=True)
+class Places:
+    """Where some tensors go in one parameter. layouts, offsets: of each."""
+
+    layouts: tuple[Layout, ...]
+    offsets: tuple[tuple[int, ...], ...]
+
+
+def write(parameter: jax.Array, tensors: Sequence[Any], places: Places) -> jax.Array:
+    """The parameter, on one device, with arrays written into it at their places, in its type. Donates the parameter,
+    never the arrays: what a trainer holds stays its own.
     """
-    found = jax.device_put(tensor, parameter.sharding)
-    return _write(parameter, found, layout, np.asarray(offsets, np.int32))
+    found = tuple(_brought(tensor, parameter.sharding) for tensor in tensors)
+    return _write(parameter, found, _on_devices(places.offsets, parameter.sharding), places.layouts)
 
 
 def write_sharded(
-    parameter: jax.Array, tensor: Any, layout: Layout, offsets: tuple[int, ...], axis: int | None, mesh: Mesh
+    parameter: jax.Array, tensors: Sequence[Any], places: Places, axis: int | None, mesh: Mesh
 ) -> jax.Array:
     """As `write`, into a parameter whose shards lie along `axis` of it (None: whole on each device), each the size of
     the last padded. An array from other devices, or otherwise sharded, is resharded first; each device then has all of
     it for a moment.
     """
-    found = jax.device_put(tensor, NamedSharding(mesh, PartitionSpec()))
-    return _sharded_writer(mesh, axis, parameter.ndim)(parameter, found, layout, np.asarray(offsets, np.int32))
+    whole = NamedSharding(mesh, PartitionSpec())
+    found = tuple(_brought(tensor, whole) for tensor in tensors)
+    writer = _sharded_writer(mesh, axis, parameter.ndim)
+    return writer(parameter, found, _on_devices(places.offsets, whole), places.layouts)
 
 
-@partial(jax.jit, static_argnums=2, donate_argnums=0)
-def _write(parameter: jax.Array, tensor: jax.Array, layout: Layout, offsets: jax.Array) -> jax.Array:
-    piece = layout.apply(tensor).astype(parameter.dtype)
-    return jax.lax.dynamic_update_slice(parameter, piece, list(offsets))
+def _brought(tensor: Any, sharding: Sharding) -> jax.Array:
+    is_there = isinstance(tensor, jax.Array) and tensor.sharding == sharding
+    return tensor if is_there else jax.device_put(tensor, sharding)  # which takes as long as a small program to start
+
+
+@lru_cache(maxsize=4096)
+def _on_devices(offsets: tuple[tuple[int, ...], ...], sharding: Sharding) -> jax.Array:
+    """Offsets where the parameter is, int32 [tensors, axes]. They are kept: sending them takes longer than starting the
+    program that reads them."""
+    return jax.device_put(np.array(offsets, np.int32).reshape(len(offsets), -1), sharding)
+
+
+@partial(jax.jit, static_argnums=3, donate_argnums=0)
+def _write(
+    parameter: jax.Array, tensors: tuple[jax.Array, ...], offsets: jax.Array, layouts: tuple[Layout, ...]
+) -> jax.Array:
+    for tensor, layout, start in zip(tensors, layouts, offsets, strict=True):
+        piece = layout.apply(tensor).astype(parameter.dtype)
+        parameter = jax.lax.dynamic_update_slice(parameter, piece, list(start))
+    return parameter
 
 
 @cache
@@ -88,18 +116,23 @@ def _sharded_writer(mesh: Mesh, axis: int | None, ndim: int) -> Any:
     (name,) = mesh.axis_names
     spec = PartitionSpec() if axis is None else PartitionSpec(*(name if i == axis else None for i in range(ndim)))
 
-    def write_all(parameter: jax.Array, tensor: jax.Array, layout: Layout, offsets: jax.Array) -> jax.Array:
-        def write_shard(shard: jax.Array, tensor: jax.Array, offsets: jax.Array) -> jax.Array:
-            piece = layout.apply(tensor).astype(shard.dtype)
-            if axis is None:
-                return jax.lax.dynamic_update_slice(shard, piece, list(offsets))
-            return _write_part(shard, piece, list(offsets), axis, jax.lax.axis_index(name))
+    def write_all(
+        parameter: jax.Array, tensors: tuple[jax.Array, ...], offsets: jax.Array, layouts: tuple[Layout, ...]
+    ) -> jax.Array:
+        def write_shard(shard: jax.Array, tensors: tuple[jax.Array, ...], offsets: jax.Array) -> jax.Array:
+            for tensor, layout, start in zip(tensors, layouts, offsets, strict=True):
+                piece = layout.apply(tensor).astype(shard.dtype)
+                if axis is None:
+                    shard = jax.lax.dynamic_update_slice(shard, piece, list(start))
+                else:
+                    shard = _write_part(shard, piece, list(start), axis, jax.lax.axis_index(name))
+            return shard
 
         whole = PartitionSpec()
         mapped = jax.shard_map(write_shard, mesh=mesh, in_specs=(spec, whole, whole), out_specs=spec, check_vma=False)
-        return mapped(parameter, tensor, offsets)
+        return mapped(parameter, tensors, offsets)
 
-    return jax.jit(write_all, static_argnums=2, donate_argnums=0, out_shardings=NamedSharding(mesh, spec))
+    return jax.jit(write_all, static_argnums=3, donate_argnums=0, out_shardings=NamedSharding(mesh, spec))
 
 
 def _write_part(shard: jax.Array, piece: jax.Array, offsets: list[jax.Array], axis: int, index: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any, Literal
 
 import jax
@@ -20,13 +21,18 @@ from jax.sharding import Mesh
 from jpaged.api.errors import InvalidParameterError, shown
 from jpaged.api.weights import flat_weights
 from jpaged.models.loading.checkpoint import full_names
-from jpaged.models.loading.layouts import Layout, write, write_sharded
+from jpaged.models.loading.layouts import Layout, Places, write, write_sharded
 from jpaged.models.loading.pieces import Piece, single_kv_heads
 from jpaged.models.model import Model, Weights
 
 WeightsForm = Literal["huggingface", "parameters", "state", "module"]
 
 _SHOWN = 5
+"""Problems, and names, that a message has at most."""
+
+_AT_ONCE = 16
+"""Arrays that one program writes into a parameter: it takes longer to start than to write an expert's tensor, of which
+mixtures have thousands."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,20 @@ class Update:
 
     writes: tuple[Write, ...]
     is_complete: bool
+
+    @property
+    def groups(self) -> list[tuple[int, list[Any], Places]]:
+        """Arrays that one program writes: the index of their parameter, the arrays, and their places in it. In an order
+        that does not depend on the one in which they were given."""
+        found = []
+        ordered = sorted(self.writes, key=lambda one: (one.index, one.offsets))
+        for index, of_parameter in groupby(ordered, key=lambda one: one.index):
+            writes = list(of_parameter)
+            for first in range(0, len(writes), _AT_ONCE):
+                some = writes[first : first + _AT_ONCE]
+                places = Places(tuple(one.layout for one in some), tuple(one.offsets for one in some))
+                found.append((index, [one.array for one in some], places))
+        return found
 
 
 @dataclass(frozen=True)
@@ -129,16 +149,18 @@ class WeightUpdater:
                 then new and some old, and some may be gone.
         """
         updated = list(weights)
-        for one in update.writes:
-            target = updated[one.index]
-            comes_from_here = isinstance(one.array, jax.Array) and one.array.sharding == target.sharding
+        underway: list[int] = []
+        for index, tensors, places in update.groups:
+            target = updated[index]
             if self._mesh is None:
-                updated[one.index] = write(target, one.array, one.layout, one.offsets)
+                updated[index] = write(target, tensors, places)
             else:
-                axis = self._shard.shard_axes[one.index]
-                updated[one.index] = write_sharded(target, one.array, one.layout, one.offsets, axis, self._mesh)
-            if not comes_from_here:  # one copy at a time is on its way
-                updated[one.index].block_until_ready()
+                axis = self._shard.shard_axes[index]
+                updated[index] = write_sharded(target, tensors, places, axis, self._mesh)
+            if any(not isinstance(tensor, jax.Array) or tensor.sharding != target.sharding for tensor in tensors):
+                underway.append(index)  # copies of two groups at a time are on their way
+                if len(underway) > 2:
+                    updated[underway.pop(0)].block_until_ready()
         return tuple(updated)
 
     def read(self, weights: Sequence[jax.Array], form: WeightsForm) -> Any:
