@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jpaged.pallas_kernels.common.numerics import precision_of, rms_norm
 
 
-@partial(jax.jit, static_argnames=("norm_eps", "dtype"))
+@partial(jax.jit, static_argnames=("norm_eps", "dtype", "gives_normed"))
 def few_rows_product(
     x: jax.Array,
     w: jax.Array,
@@ -17,10 +17,10 @@ def few_rows_product(
     *,
     norm_eps: float,
     dtype: jnp.dtype,
-) -> jax.Array:
+    gives_normed: bool,
+) -> tuple[jax.Array, jax.Array | None]:
     """`few_rows_product` of the package, checked."""
     read = x if norm is None else rms_norm(x, norm, norm_eps)
-    wide = jnp.dtype(dtype) == jnp.float32
-    kept = dtype if wide else None
+    kept = dtype if dtype == jnp.float32 else None  # sums of routers and heads are not rounded
     y = jnp.einsum("mk,kn->mn", read, w, precision=precision_of(x.dtype), preferred_element_type=kept).astype(dtype)
-    return y if residual is None else (residual + y).astype(dtype)
+    return (y if residual is None else (residual + y).astype(dtype)), read if gives_normed else None

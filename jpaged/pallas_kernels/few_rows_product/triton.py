@@ -4,6 +4,7 @@
         x [16, STEP] * scale    rounded to x's type    squares of x add up beside the product
         sums += x w             w [STEP, columns], read once; loads of several steps are in flight
         out = sums / sqrt(mean square + eps) + residual
+        and a share of the norm's columns, where it is asked for
 
 A row's bits depend neither on the rows beside it nor on how many there are.
 """
@@ -55,7 +56,7 @@ def worthwhile(x: jax.Array, w: jax.Array) -> bool:
     return w.shape[0] * w.shape[1] <= _MOST_WEIGHTS
 
 
-@partial(jax.jit, static_argnames=("norm_eps", "dtype", "config"))
+@partial(jax.jit, static_argnames=("norm_eps", "dtype", "gives_normed", "config"))
 def few_rows_product(
     x: jax.Array,
     w: jax.Array,
@@ -64,18 +65,24 @@ def few_rows_product(
     *,
     norm_eps: float,
     dtype: Any,
+    gives_normed: bool,
     config: Config | None = None,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array | None]:
     """`few_rows_product` of the package, checked. config: to try others than `default_config`'s."""
     (rows, depth), columns = x.shape, w.shape[1]
     config = config or default_config(columns)
     # What is not there is not read either, and x stands for it.
     read = (x, w, x if norm is None else norm, x if residual is None else residual)
-    (out,) = call(
+    ctas = triton.cdiv(columns, config.columns)
+    made = (
+        jax.ShapeDtypeStruct((rows, columns), dtype),
+        jax.ShapeDtypeStruct(x.shape if gives_normed else (1, 1), x.dtype),
+    )
+    out, normed = call(
         _few_rows_product,
-        Launch((triton.cdiv(columns, config.columns),), config.warps, config.stages),
+        Launch((ctas,), config.warps, config.stages),
         *read,
-        out=[jax.ShapeDtypeStruct((rows, columns), dtype)],
+        out=made,
         M=rows,
         K=depth,
         N=columns,
@@ -85,8 +92,10 @@ def few_rows_product(
         NORMED=norm is not None,
         EPS=norm_eps,
         ADDS=residual is not None,
+        GIVES_NORMED=gives_normed,
+        SHARE=triton.next_power_of_2(triton.cdiv(depth, ctas)),
     )
-    return out
+    return out, normed if gives_normed else None
 
 
 @triton.jit
@@ -96,6 +105,7 @@ def _few_rows_product(
     norm,
     residual,
     out,
+    normed,
     M: tl.constexpr,
     K: tl.constexpr,
     N: tl.constexpr,
@@ -105,8 +115,10 @@ def _few_rows_product(
     NORMED: tl.constexpr,
     EPS: tl.constexpr,
     ADDS: tl.constexpr,
+    GIVES_NORMED: tl.constexpr,
+    SHARE: tl.constexpr,  # columns of the norm that a CTA gives
 ):
-    """x: [M, K]. w: [K, N]. norm: [K]. residual, out: [M, N]."""
+    """x, normed: [M, K]. w: [K, N]. norm: [K]. residual, out: [M, N]."""
     row = tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inner = tl.arange(0, STEP)
@@ -129,7 +141,15 @@ def _few_rows_product(
             given = (wide * scale[None, :]).to(given.dtype)
         total = tl.dot(given, factors, total)
     if NORMED:
-        total *= tl.rsqrt(squares / K + EPS)[:, None]
+        factor = tl.rsqrt(squares / K + EPS)[:, None]
+        total *= factor
+        if GIVES_NORMED:
+            own = tl.program_id(0) * SHARE + tl.arange(0, SHARE)
+            here = is_row & (own < K)[None, :]
+            place = row[:, None] * K + own[None, :]
+            wide = tl.load(x + place, mask=here, other=0.0).to(tl.float32)
+            scale = tl.load(norm + own, mask=own < K, other=0.0).to(tl.float32)
+            tl.store(normed + place, (wide * factor * scale[None, :]).to(normed.dtype.element_ty), mask=here)
     at = row[:, None] * N + column[None, :]
     if ADDS:
         total += tl.load(residual + at, mask=is_row & is_column, other=0.0).to(tl.float32)
