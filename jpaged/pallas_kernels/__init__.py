@@ -28,6 +28,7 @@ from jpaged.pallas_kernels.contiguous_attention.addresses import Addresses
 from jpaged.pallas_kernels.contiguous_attention.api import contiguous_attention
 from jpaged.pallas_kernels.decode_attention.api import decode_attention
 from jpaged.pallas_kernels.expanded_attention.api import Expansion, expanded_attention
+from jpaged.pallas_kernels.few_rows_product.api import few_rows_product, few_rows_product_backend
 from jpaged.pallas_kernels.fp8_product.api import fp8_product
 from jpaged.pallas_kernels.gated_delta_rule.api import gated_delta_rule
 from jpaged.pallas_kernels.gated_product.api import gated_product
@@ -68,6 +69,8 @@ __all__ = [
     "copy_blocks",
     "decode_attention",
     "expanded_attention",
+    "few_rows_product",
+    "few_rows_product_backend",
     "fp8_product",
     "gated_delta_rule",
     "gated_grouped_product",

@@ -15,7 +15,9 @@ from jpaged.bench.kernel_cases.case import CARD_BYTES_S, CARD_FLOPS, Built, Case
 from jpaged.models.experts import Routing, mix, route_rows
 from jpaged.models.grouped_linear import PlainProduct
 from jpaged.pallas_kernels.grouped_product.api import tile_height
+from jpaged.pallas_kernels.grouped_product.tiles import RowTiles, plan_tiles
 from jpaged.pallas_kernels.quantized_grouped_product.api import MX_GROUP, Form
+from jpaged.pallas_kernels.route_tokens.rows import WEIGHTS_BEHIND
 
 
 @dataclass(frozen=True)
@@ -100,25 +102,33 @@ def experts_case(tokens: int, e: Experts, backend: str | None) -> Built:
     """Both grouped products, of rows that are sorted; its work are the operations."""
     gate_up = normal(0, (e.experts, e.hidden, 2, e.inner), jnp.bfloat16) * e.hidden**-0.5
     down = normal(1, (e.experts, e.inner, e.hidden), jnp.bfloat16) * e.inner**-0.5
-    grouped = _grouped(tokens, e, _DRAWS)
     rows = tokens * e.per_token
+    height = tile_height(rows, e.experts, backend)
+    grouped = [_tiled(e.draw(seed, tokens), e.experts, height) for seed in range(_DRAWS)]
     x = normal(2, (rows, e.hidden), jnp.bfloat16)
 
     @jax.jit
     def program(x: jax.Array, gate_up: jax.Array, down: jax.Array, grouped: list[tuple], twos: jax.Array) -> jax.Array:
-        for sizes, groups in grouped:
-            inner = ops.gated_grouped_product(x, gate_up, sizes, groups=groups, backend=backend)
-            x = ops.weighted_grouped_product(inner, down, sizes, twos, groups=groups, backend=backend)
+        for sizes, tiles in grouped:
+            inner = ops.gated_grouped_product(x, gate_up, sizes, tiles=tiles, backend=backend)
+            x = ops.weighted_grouped_product(inner, down, sizes, twos, tiles=tiles, backend=backend)
         return x
 
-    arguments = (x, gate_up, down, grouped, jnp.full(rows, 2.0, jnp.float32))
+    # As routing gives them: tiles are known, and weights may be read past the rows.
+    arguments = (x, gate_up, down, grouped, jnp.full(rows + WEIGHTS_BEHIND, 2.0, jnp.float32))
     return program, arguments, len(grouped), e.operations(tokens)
+
+
+def _tiled(drawn: np.ndarray, experts: int, height: int) -> tuple[jax.Array, RowTiles]:
+    """Sizes of groups, and their tiles. drawn: experts of tokens."""
+    sizes = jnp.asarray(np.bincount(drawn.ravel(), minlength=experts), jnp.int32)
+    return sizes, RowTiles(*plan_tiles(sizes, rows=drawn.size, height=height), height)
 
 
 def _grouped(tokens: int, e: Experts, draws: int) -> list[tuple[jax.Array | None, jax.Array | None]]:
     """Sizes of groups, or each row's group, of so many draws."""
     drawn = [e.draw(seed, tokens).ravel() for seed in range(draws)]
-    if tokens == 1:  # as `jpaged.models.experts.mix` does
+    if tokens == 1:  # as `jpaged.models.experts.mix` does where no kernel routes
         return [(None, jnp.asarray(one)) for one in drawn]
     return [(jnp.asarray(np.bincount(one, minlength=e.experts), jnp.int32), None) for one in drawn]
 
