@@ -13,7 +13,7 @@ from jpaged.bench.kernel_cases.case import CARD_BYTES_S, CARD_FLOPS, L2_BYTES, B
 from jpaged.pallas_kernels.fp8_product.api import product_of_rounded
 from jpaged.pallas_kernels.round_rows.operands import padded
 
-_PRODUCTS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate, up": (28_672, 4096), "down": (4096, 14_336)}
+PRODUCTS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate, up": (28_672, 4096), "down": (4096, 14_336)}
 """Outputs and inputs of an 8B model's products."""
 
 _BITS = {"bf16": 16, "FP8": 8, "rounded FP8": 8, "FP8 blocks": 8, "FP8 weights": 8, "4 bits": 4}
@@ -108,7 +108,7 @@ def cases(backend: str | None) -> Iterator[Case]:
             floor = rounding_bytes(what, rows) / CARD_BYTES_S * 1e6
             name = f"round rows, {what}, {rows:,} rows (floor {floor:.1f} us)"
             yield Case(name, "us", None, partial(rounding_case, what, rows, backend))
-    for layer, (width, depth) in _PRODUCTS.items():
+    for layer, (width, depth) in PRODUCTS.items():
         for rows in (1, 8, 32, 64, 256, 512, 8192):
             for form in _BITS:
                 floor = product_floor_us(form, rows, width, depth)
