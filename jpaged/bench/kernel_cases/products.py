@@ -24,7 +24,7 @@ _BITS = {"bf16": 16, "FP8": 8, "rounded FP8": 8, "FP8 blocks": 8, "FP8 weights":
 def product_floor_us(form: str, rows: int, outputs: int, inputs: int) -> float:
     """What a product takes at least: reading its weights, or its operations in the type that it multiplies in."""
     flops = CARD_FLOPS * (2 if form in ("FP8", "rounded FP8", "FP8 blocks") else 1)
-    of_rows = inputs + 4 * outputs if form == "rounded FP8" else 2 * (inputs + outputs)
+    of_rows = inputs + 2 * outputs if form == "rounded FP8" else 2 * (inputs + outputs)
     moved = outputs * inputs * _BITS[form] / 8 + rows * of_rows
     return max(moved / CARD_BYTES_S, 2 * rows * outputs * inputs / flops) * 1e6
 
@@ -59,7 +59,7 @@ def product_case(form: str, rows: int, outputs: int, inputs: int, backend: str |
 
 
 def _of_rounded(x: jax.Array, w: jax.Array, _: jax.Array) -> jax.Array:
-    return product_of_rounded(x, w)
+    return product_of_rounded(x, w, jnp.bfloat16)
 
 
 _ROUNDED = {"norm": 4096, "attention": 4096, "gate, up": 14_336}
@@ -67,15 +67,15 @@ _ROUNDED = {"norm": 4096, "attention": 4096, "gate, up": 14_336}
 
 
 def rounding_bytes(what: str, rows: int) -> int:
-    """What rounding moves at least: float32 sums, scales of their outputs and the residual in, it and e4m3 out."""
+    """What rounding moves at least: bfloat16 sums, scales of their outputs and the residual in, it and e4m3 out."""
     columns = _ROUNDED[what]
     match what:
         case "norm":
-            return columns * (rows * (4 + 2 + 2 + 1) + 4 + 2)
+            return columns * (rows * (2 + 2 + 2 + 1) + 4 + 2)
         case "attention":
             return columns * rows * (2 + 1)
         case _:
-            return columns * (rows * (8 + 1) + 8)
+            return columns * (rows * (4 + 1) + 8)
 
 
 def rounding_case(what: str, rows: int, backend: str | None) -> Built:
@@ -88,7 +88,7 @@ def rounding_case(what: str, rows: int, backend: str | None) -> Built:
         if what == "attention":
             return {"x": normal(key, (rows, columns), jnp.bfloat16)}
         height, width = padded(rows), columns if what == "norm" else 2 * columns
-        arrays = normal(key, (height, width), jnp.float32), jnp.ones((height, 1)), jnp.full((width,), 0.1, jnp.float32)
+        arrays = normal(key, (height, width), jnp.bfloat16), jnp.ones((height, 1)), jnp.full((width,), 0.1, jnp.float32)
         x = ops.Sums(*arrays, rows, jnp.dtype(jnp.bfloat16))
         return {"x": x, "residual": normal(key + 1, (rows, columns), jnp.bfloat16)} if what == "norm" else {"x": x}
 
