@@ -10,19 +10,22 @@ from jax import lax
 
 from jpaged import pallas_kernels as ops
 from jpaged.bench.kernel_cases.case import CARD_BYTES_S, CARD_FLOPS, L2_BYTES, Built, Case, normal
+from jpaged.pallas_kernels.fp8_product.api import product_of_rounded
 from jpaged.pallas_kernels.round_rows.operands import padded
 
-_PRODUCTS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate, up": (28_672, 4096), "down": (4096, 14_336)}
+PRODUCTS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate, up": (28_672, 4096), "down": (4096, 14_336)}
 """Outputs and inputs of an 8B model's products."""
 
-_BITS = {"bf16": 16, "FP8": 8, "FP8 blocks": 8, "FP8 weights": 8, "4 bits": 4}
-"""Of a weight, by the name of a form that products are measured in."""
+_BITS = {"bf16": 16, "FP8": 8, "rounded FP8": 8, "FP8 blocks": 8, "FP8 weights": 8, "4 bits": 4}
+"""Of a weight, by the name of a form that products are measured in. "rounded FP8": of rows that are in FP8 already, as
+`round_rows` leaves them, without any scales; "FP8" rounds them, too."""
 
 
 def product_floor_us(form: str, rows: int, outputs: int, inputs: int) -> float:
     """What a product takes at least: reading its weights, or its operations in the type that it multiplies in."""
-    flops = CARD_FLOPS * (2 if form in ("FP8", "FP8 blocks") else 1)
-    moved = outputs * inputs * _BITS[form] / 8 + 2 * rows * (outputs + inputs)
+    flops = CARD_FLOPS * (2 if form in ("FP8", "rounded FP8", "FP8 blocks") else 1)
+    of_rows = inputs + 2 * outputs if form == "rounded FP8" else 2 * (inputs + outputs)
+    moved = outputs * inputs * _BITS[form] / 8 + rows * of_rows
     return max(moved / CARD_BYTES_S, 2 * rows * outputs * inputs / flops) * 1e6
 
 
@@ -44,6 +47,9 @@ def product_case(form: str, rows: int, outputs: int, inputs: int, backend: str |
         product = partial(ops.fp8_product, activations="none" if form == "FP8 weights" else "dynamic", **options)
     del values
     x = [normal(100 + i, (rows, inputs), jnp.bfloat16) for i in range(copies)]  # products of one x would be joined
+    if form == "rounded FP8":
+        x = [jnp.pad(one, ((0, padded(rows) - rows), (0, 0))).astype(jnp.float8_e4m3fn) for one in x]
+        product = _of_rounded
 
     @jax.jit
     def program(x: list[jax.Array], weights: list[jax.Array], scale: jax.Array) -> list[jax.Array]:
@@ -52,20 +58,24 @@ def product_case(form: str, rows: int, outputs: int, inputs: int, backend: str |
     return program, (x, weights, scale), copies, 2.0 * rows * outputs * inputs
 
 
+def _of_rounded(x: jax.Array, w: jax.Array, _: jax.Array) -> jax.Array:
+    return product_of_rounded(x, w, jnp.bfloat16)
+
+
 _ROUNDED = {"norm": 4096, "attention": 4096, "gate, up": 14_336}
 """Columns of an 8B model's rows that are rounded to FP8, by what makes them."""
 
 
 def rounding_bytes(what: str, rows: int) -> int:
-    """What rounding moves at least: float32 sums, scales of their outputs and the residual in, it and e4m3 out."""
+    """What rounding moves at least: bfloat16 sums, scales of their outputs and the residual in, it and e4m3 out."""
     columns = _ROUNDED[what]
     match what:
         case "norm":
-            return columns * (rows * (4 + 2 + 2 + 1) + 4 + 2)
+            return columns * (rows * (2 + 2 + 2 + 1) + 4 + 2)
         case "attention":
             return columns * rows * (2 + 1)
         case _:
-            return columns * (rows * (8 + 1) + 8)
+            return columns * (rows * (4 + 1) + 8)
 
 
 def rounding_case(what: str, rows: int, backend: str | None) -> Built:
@@ -78,7 +88,7 @@ def rounding_case(what: str, rows: int, backend: str | None) -> Built:
         if what == "attention":
             return {"x": normal(key, (rows, columns), jnp.bfloat16)}
         height, width = padded(rows), columns if what == "norm" else 2 * columns
-        arrays = normal(key, (height, width), jnp.float32), jnp.ones((height, 1)), jnp.full((width,), 0.1, jnp.float32)
+        arrays = normal(key, (height, width), jnp.bfloat16), jnp.ones((height, 1)), jnp.full((width,), 0.1, jnp.float32)
         x = ops.Sums(*arrays, rows, jnp.dtype(jnp.bfloat16))
         return {"x": x, "residual": normal(key + 1, (rows, columns), jnp.bfloat16)} if what == "norm" else {"x": x}
 
@@ -98,9 +108,12 @@ def cases(backend: str | None) -> Iterator[Case]:
             floor = rounding_bytes(what, rows) / CARD_BYTES_S * 1e6
             name = f"round rows, {what}, {rows:,} rows (floor {floor:.1f} us)"
             yield Case(name, "us", None, partial(rounding_case, what, rows, backend))
-    for layer, (width, depth) in _PRODUCTS.items():
-        for rows in (1, 8, 32, 256, 8192):
+    for layer, (width, depth) in PRODUCTS.items():
+        for rows in (1, 8, 32, 64, 256, 512, 8192):
             for form in _BITS:
                 floor = product_floor_us(form, rows, width, depth)
                 name = f"product {form}, {layer}, {rows:,} rows (floor {floor:.1f} us)"
                 yield Case(name, "us", None, partial(product_case, form, rows, width, depth, backend))
+    for form, aim in (("bf16", None), ("rounded FP8", 1250.0), ("FP8 blocks", None)):
+        build = partial(product_case, form, 8192, 8192, 8192, backend)
+        yield Case(f"product {form}, square, 8,192 rows", "TFLOP/s", aim, build)

@@ -26,6 +26,7 @@ from jpaged.models.quantization.layers import Kind, QuantizedLinear, RowOrder, r
 from jpaged.pallas_kernels import RoundedRows, Sums, fp8_product
 from jpaged.pallas_kernels.fp8_product.api import Activations, product_of_rounded, takes_rounded_rows
 from jpaged.pallas_kernels.fp8_product.rounding import round_to_fp8
+from jpaged.pallas_kernels.round_rows.operands import type_of_sums
 
 _RANDOM_STD = 64.0
 """Of random values: about what the largest of some thousands at 448 leaves the others."""
@@ -108,7 +109,8 @@ class Fp8Linear(QuantizedLinear):
         """The product, without scales so far."""
         rows = x if isinstance(x, RoundedRows) else rounding(x.reshape(-1, self.layout.input_size))[0]
         kernel, scale = self._weights()
-        return Sums(product_of_rounded(rows.values, kernel), rows.scales, scale[:, 0], rows.count, rows.dtype)
+        products = product_of_rounded(rows.values, kernel, type_of_sums(rows.dtype))
+        return Sums(products, rows.scales, scale[:, 0], rows.count, rows.dtype)
 
     def _weights(self) -> tuple[jax.Array, jax.Array]:
         """e4m3 [all outputs, inputs], and scales [all outputs, G]."""

@@ -9,7 +9,7 @@ bits. GPUs without such (before 8.9) leave x as it is, and so do "none", and "xl
 their own; w is then widened to x's type.
 """
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -85,16 +85,17 @@ def takes_rounded_rows(
     return OP.pick(backend, x, w, scale, group, activations).backend == REFERENCE
 
 
-def product_of_rounded(x: jax.Array, w: jax.Array) -> jax.Array:
+def product_of_rounded(x: jax.Array, w: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
     """x @ w.T of two e4m3 operands in XLA, without any scales.
 
     Args:
         x: float8_e4m3fn [M, K]. w: float8_e4m3fn [N, K].
+        dtype: of the result; sums are accumulated in float32, and rounded to it once.
     Returns:
-        float32 [M, N].
+        [M, N].
     Raises:
         ValueError: an argument does not fit; it is named.
     """
     check.check_array("x", x, jnp.float8_e4m3fn, "M, K", (None, None))
     check.check_array("w", w, jnp.float8_e4m3fn, "N, K", (None, x.shape[1]))
-    return reference.product(x, w)
+    return reference.product(x, w, dtype)
