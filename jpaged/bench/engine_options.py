@@ -68,7 +68,7 @@ def add_step_sizes(parser: argparse.ArgumentParser) -> None:
     for name, what in (("--decode-buckets", "sequences"), ("--token-buckets", "tokens")):
         parser.add_argument(
             name,
-            type=_sizes,
+            type=sizes,
             metavar="N,N,...",
             help=f"{what} in a step that programs are compiled for, ascending; the last is the limit above (default: by"
             " device)",
@@ -151,5 +151,6 @@ def end_replicas(llm: LLM) -> None:
         llm.engine.close()
 
 
-def _sizes(text: str) -> tuple[int, ...]:
+def sizes(text: str) -> tuple[int, ...]:
+    """The type of an option that takes numbers with commas between them."""
     return tuple(int(size) for size in text.split(","))
