@@ -22,7 +22,7 @@ from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.text.grammar_follower import Follower
 from jpaged.text.grammar_guides import CompiledGrammar, Guide, changes_of, follow_message
 from jpaged.text.grammar_process import Followed, Made, MakeMasks, Place, Resume, Start
-from jpaged.text.grammar_shards import Processes, Shard, mask_of
+from jpaged.text.grammar_shards import Processes, Shard, changed
 from jpaged.text.grammars import LARGE_VOCABULARY, GrammarTokenizer
 
 _MOST_COMPILED = 256
@@ -120,7 +120,7 @@ class GrammarCompiler:
                         if place.waits:
                             waiting.append(guide)
                 elif message is not None:
-                    for made in message.all:
+                    for made in message.arrays:
                         waiting.popleft().made = made
                 return message is None or not waiting
 
@@ -159,13 +159,13 @@ class GrammarCompiler:
 
                 def answer(message: Followed | Made | None) -> bool:
                     if isinstance(message, Made):
-                        (guide.made,) = message.all
+                        (guide.made,) = message.arrays
                     return True
 
                 _ask(guide.shard, MakeMasks(changes_of([guide]), [guide.number]), answer)
             if guide.made is not None:
                 made, guide.made = guide.made, None
-                return mask_of(made, before)
+                return changed(made, before)
             place = self._noted(guide, (), self._revived(guide, (), (), 0))
             if place.failure:
                 return place.failure

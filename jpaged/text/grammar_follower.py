@@ -22,7 +22,7 @@ import numpy as np
 
 from jpaged.text.grammar_guides import Guide, follow_message
 from jpaged.text.grammar_process import Followed, Made, Place
-from jpaged.text.grammar_shards import Processes, Shard, mask_of
+from jpaged.text.grammar_shards import Processes, Shard, changed
 
 
 class Follows(Protocol):
@@ -157,7 +157,7 @@ class Follower:
                 answers.append(Answer(part.slots, places, None))
             elif message is not None:
                 some = [waiting.popleft() for _ in message.masks]
-                masks = [mask_of(made, part.before[i]) for i, made in zip(some, message.all, strict=True)]
+                masks = [changed(made, part.before[i]) for i, made in zip(some, message.arrays, strict=True)]
                 answers.append(Answer([part.slots[i] for i in some], None, masks))
             elif told:
                 self._revive(_part(part, list(waiting))._replace(tokens=[]))

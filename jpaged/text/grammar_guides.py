@@ -77,7 +77,7 @@ class Guide:
         self.number = next(grammar.process.numbers)
         self._leave()
         self.is_begun = False
-        self.made: list[int] | bytes | str | None = None
+        self.made: np.ndarray | str | None = None
 
     @property
     def shard(self) -> Shard:

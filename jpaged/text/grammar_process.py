@@ -148,17 +148,24 @@ class MakeMasks(msgspec.Struct, array_like=True, tag=True):
 
 
 class Made(msgspec.Struct, array_like=True, tag=True):
-    """For the next guides that wait for masks the tokens that may follow, if they are few; or bytes, uint32 [words].
-    failures: why some have none, by their places in this list.
+    """For the next guides that wait for masks the tokens that may follow, int32 [n], if they are few; or uint32 [words].
+    few: which of them are of the first form. failures: why some have none, by their places in these lists.
     """
 
-    masks: list[list[int] | bytes]
+    masks: list[bytes]
+    few: list[bool]
     failures: dict[int, str] = {}
 
     @property
-    def all(self) -> list[list[int] | bytes | str]:
+    def arrays(self) -> "list[np.ndarray | str]":
         """For each guide its mask, or why there is none."""
-        return [self.failures.get(i, mask) for i, mask in enumerate(self.masks)] if self.failures else [*self.masks]
+        made: list[np.ndarray | str] = [
+            np.frombuffer(mask, np.int32 if is_few else np.uint32)
+            for mask, is_few in zip(self.masks, self.few, strict=True)
+        ]
+        for i, failure in self.failures.items():
+            made[i] = failure
+        return made
 
 
 class GrammarServer:
@@ -245,7 +252,11 @@ class GrammarServer:
             guide.heed_mask(count)
         few = few_tokens(masks, counts, FEW_TOKENS)
         failures = {i: failure for i, guide in enumerate(guides) if (failure := _failure(guide))}
-        return Made([tokens or mask.tobytes() for tokens, mask in zip(few, masks, strict=True)], failures)
+        packed = [
+            mask.tobytes() if tokens is None else np.array(tokens, np.int32).tobytes()
+            for tokens, mask in zip(few, masks, strict=True)
+        ]
+        return Made(packed, [tokens is not None for tokens in few], failures)
 
     def _take(self, changes: Changes) -> None:
         for number in changes.ended:

@@ -192,14 +192,11 @@ class Processes:
         return msgspec.msgpack.decode(frame, type=answer)
 
 
-def mask_of(made: list[int] | bytes | str, before: np.ndarray | None) -> np.ndarray | str:
-    """A mask as `GrammarCompiler.make_masks` returns it. made: as of `Made`."""
-    if isinstance(made, str):
-        return made
-    mask = np.array(made, np.int32) if isinstance(made, list) else np.frombuffer(made, np.uint32)
-    if before is not None and before.dtype == mask.dtype and np.array_equal(before, mask):
-        return before
-    return mask
+def changed(mask: "np.ndarray | str", before: np.ndarray | None) -> "np.ndarray | str":
+    """A mask, or why there is none; the array of before where it is equal."""
+    if before is None or isinstance(mask, str) or before.dtype != mask.dtype or before.nbytes != mask.nbytes:
+        return mask
+    return before if before.tobytes() == mask.tobytes() else mask
 
 
 def take_all(numbers: deque[int]) -> list[int]:

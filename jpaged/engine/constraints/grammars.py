@@ -63,6 +63,8 @@ _PATIENCE_S = 0.01
 """The longest that ready rows wait for others whose masks are in the making."""
 _ENOUGH = 3
 """A step is worth its while with one in so many of all constrained rows."""
+_CHUNKS_COST = 0.3
+"""What a step takes longer with chunks, as a share of what a step without takes; estimated, not measured."""
 _WAIT_S = 0.0002
 """The longest wait for a mask or a grammar before the engine looks for new requests."""
 
@@ -293,11 +295,12 @@ class ConstrainedRows(DependentRows):
             return []
         come, self._come = self._come, []
         catching_up, ready = [], []
+        appends = self._gains_by_chunks(come)
         for slot in come:
             sequence, request = self._by_slot[slot], self._slots.requests[slot]
             if sequence is None or request is None or sequence.failure:
                 continue
-            if self._append_forced(slot, sequence, request):
+            if appends and sequence.forced and self._append_forced(slot, sequence, request):
                 catching_up.append(request)
             else:
                 ready.append(slot)
@@ -305,6 +308,13 @@ class ConstrainedRows(DependentRows):
         if ready:
             self.made_ready(np.array(ready, np.int64))
         return catching_up
+
+    def _gains_by_chunks(self, come: list[int]) -> bool:
+        """Whether forced tokens are to be appended. That saves their sequences as many steps, but keeps all rows of the
+        step that computes them as chunks: it takes longer than one of decode rows alone.
+        """
+        sequences = [sequence for slot in come if (sequence := self._by_slot[slot]) is not None]
+        return sum(len(sequence.forced) for sequence in sequences) > _CHUNKS_COST * len(sequences)
 
     def _gains_company(self, num_queued: int | None) -> bool:
         """Whether rows that could run now will have run as soon, and with more others, if they are planned later.
@@ -506,7 +516,7 @@ class ConstrainedRows(DependentRows):
         """Appends what is forced and fits the slot's last block. The sequence's last token is always sampled, so that
         the device ends it.
         """
-        if not sequence.forced or not sequence.skips or not self._blocks.owns_last_block(slot):
+        if not sequence.skips or not self._blocks.owns_last_block(slot):
             return False
         slots = self._slots
         known = int(slots.num_known[slot])
