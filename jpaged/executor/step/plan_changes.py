@@ -162,6 +162,7 @@ class PlanChanges:
             host["num_whole"][...] = num_whole
             host["slots"][: len(some)] = plan.mask_slots[some]
             host["tokens"][: len(some)] = plan.mask_tokens[some]
+            host["backs"][: len(some)] = plan.mask_backs[some]
             for row, which in enumerate(some):
                 mask = plan.masks[which]
                 (host["masks"] if row < num_whole else host["listed"])[row, : len(mask)] = mask.view(np.int32)

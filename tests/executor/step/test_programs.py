@@ -201,6 +201,7 @@ def test_a_slot_whose_guess_was_refused_samples_again_as_if_it_had_had_its_mask(
         masks = (allowed,) * len(masked) + (np.array([NO_TOKEN, *without], np.int32),) * len(open_slots)
         changed = np.array([*masked, *open_slots], np.int32)
         fields = {"mask_slots": changed, "masks": masks, "mask_tokens": np.full(len(changed), back, np.int32)}
+        fields["mask_backs"] = fields["mask_tokens"] != NO_TOKEN
         decode_slots = np.array(slots, np.int32)
         made = StepPlan(step, SamplingVariant.MASKED, starts=starts, chunks=chunks, decode_slots=decode_slots, **fields)
         result = runner.execute(made).result()
