@@ -49,6 +49,7 @@ _MOST_PARTS = 128  # of a row
 _PASS_GROUPS = 64  # that a CTA of `_choose` handles at once; 16 tokens a thread
 _UNALIGNED_PASS_GROUPS = 32  # the same where rows do not begin at multiples of 16 bytes, which takes more registers
 _MOST_GROUPS = 16384
+_MOST_REGISTERS = 160  # of a thread that handles a whole row; left to itself the compiler spills some for 10.0
 
 _INF: tl.constexpr = tl.constexpr(math.inf)
 _LEAST_SCORE: tl.constexpr = tl.constexpr(-1e30)
@@ -103,7 +104,7 @@ def sample_tokens(operands: Operands, *, tile: int | None = None, part: int | No
     passes = {"PASS": _UNALIGNED_PASS_GROUPS if vocab_size % 4 else _PASS_GROUPS}
     tokens, levels, _ = call(
         _choose,
-        Launch((rows,), warps=8),
+        Launch((rows,), warps=8, registers=_MOST_REGISTERS),
         logits,
         floats,
         top_k,
@@ -139,7 +140,7 @@ def sample_tokens(operands: Operands, *, tile: int | None = None, part: int | No
     )
     tokens, _ = call(
         settle,
-        Launch((rows,), warps=8),
+        Launch((rows,), warps=8, registers=_MOST_REGISTERS),
         logits,
         floats,
         keys,
