@@ -20,6 +20,7 @@ Noise is computed where it can win: a warp leaves a tile out if no token of it c
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +80,7 @@ def sample_tokens(operands: Operands, *, tile: int | None = None, part: int | No
     part = triton.next_power_of_2(max(part, triton.cdiv(vocab_size, _MOST_PARTS)))
     parts, groups = triton.cdiv(vocab_size, part), triton.cdiv(vocab_size, _GROUP)
     all_parts = triton.next_power_of_2(parts)
-    sizes = {"VOCAB": vocab_size, "PARTS": parts, "GROUPS": groups, "GROUP": _GROUP}
+    sizes: dict[str, Any] = {"VOCAB": vocab_size, "PARTS": parts, "GROUPS": groups, "GROUP": _GROUP}
 
     def shape(columns: int, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, columns), dtype)
@@ -101,7 +102,7 @@ def sample_tokens(operands: Operands, *, tile: int | None = None, part: int | No
         TILE=tile,
         TILES=part // tile,
     )
-    passes = {"PASS": _UNALIGNED_PASS_GROUPS if vocab_size % 4 else _PASS_GROUPS}
+    passes: dict[str, Any] = {"PASS": _UNALIGNED_PASS_GROUPS if vocab_size % 4 else _PASS_GROUPS}
     tokens, levels, units, _ = call(
         _choose,
         Launch((rows,), warps=8, registers=_MOST_REGISTERS),
@@ -127,7 +128,7 @@ def sample_tokens(operands: Operands, *, tile: int | None = None, part: int | No
         return tokens
     (sums,) = call(
         weigh,
-        Launch((rows, parts), warps=part // 512),
+        Launch((rows, parts), warps=max(1, part // 512)),
         logits,
         floats,
         found[0],
