@@ -1,7 +1,8 @@
 """Ragged attention for GPUs from Ampere on: prefill chunks and decode rows over the paged pool, in one Triton kernel.
 
     work list (`work_list.py`): tiles of (row, window of tokens), longest first, x units of query heads that share a KV
-        head. A CTA each: the hardware gives the next one to whichever multiprocessor is free
+        head. A CTA each: the hardware gives the next one to whichever multiprocessor is free, all tiles of a unit
+        before the next unit's, so that CTAs that run at the same time find each other's keys in the L2 cache
 
     a CTA: for each step of block_kv keys      S = Q K^T, mask, online softmax in base 2, O = O shrunk + P V
     rows of a tile: token by token, the unit's heads of each
@@ -64,9 +65,7 @@ class Config:
     """How the kernel is cut and compiled.
 
     rows: of a tile, query heads times tokens. block_kv: keys of a step. warps: of a CTA. stages: steps whose keys and
-    values are in flight or in use. registers: the most of a thread, None leaves it to the compiler. ahead: whether a
-    step's entries of the block table are loaded in the step before. by_head: whether all tiles of a unit of heads come
-    before the next unit's.
+    values are in flight or in use. registers: the most of a thread, None leaves it to the compiler.
     """
 
     rows: int
@@ -74,8 +73,6 @@ class Config:
     warps: int
     stages: int
     registers: int | None = None
-    ahead: bool = False
-    by_head: bool = False
 
 
 _AMPERE = {
@@ -89,7 +86,7 @@ _AMPERE = {
 }
 _HOPPER = _AMPERE | {
     (64, 2): Config(rows=128, block_kv=64, warps=8, stages=3, registers=128),
-    (128, 2): Config(rows=128, block_kv=64, warps=8, stages=2, registers=128, ahead=True, by_head=True),
+    (128, 2): Config(rows=128, block_kv=64, warps=8, stages=3, registers=128),
 }
 _CONFIGS = {80: _AMPERE, 86: _AMPERE, 90: _HOPPER, 100: _AMPERE, 120: _AMPERE}
 """By family of GPUs; padded head_dim, and bytes of a number. Hopper's of head_dim 128 in 16 bits is
@@ -179,7 +176,7 @@ def ragged_attention(
     units = heads // tile_heads
     out, lse = call(
         _attend,
-        Launch((work.shape[0] * units,), config.warps, config.stages, config.registers),
+        Launch((work.shape[0], units), config.warps, config.stages, config.registers),
         q,
         as_bits(kv_pool),
         block_tables,
@@ -196,8 +193,6 @@ def ragged_attention(
         BLOCK=block_size,
         TABLE=block_tables.shape[1],
         CAUSAL=causal,
-        AHEAD=config.ahead,
-        TILES=work.shape[0] if config.by_head else None,
         **column_constants(head_dim, features, latent),
         **score_constants(features, alibi_slopes),
     )
@@ -210,15 +205,10 @@ def _attend(
     out, lse,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, TILE_HEADS: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, BLOCK: tl.constexpr, TABLE: tl.constexpr, CAUSAL: tl.constexpr,
-    AHEAD: tl.constexpr, TILES: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DIM: tl.constexpr, LATENT: tl.constexpr, TAIL: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    UNITS: tl.constexpr = HEADS // TILE_HEADS
-    if TILES is None:
-        tile, unit = tl.program_id(0) // UNITS, tl.program_id(0) % UNITS
-    else:
-        tile, unit = tl.program_id(0) % TILES, tl.program_id(0) // TILES
+    tile, unit = tl.program_id(0), tl.program_id(1)
     live = tile < tl.load(num_tiles)
     work += tile * _COLUMNS
     row, shift, kv_len = tl.load(work + _ROW), tl.load(work + _SHIFT), tl.load(work + _KV_LEN)
@@ -243,7 +233,7 @@ def _attend(
     tables += row * TABLE
     acc, top, total = _attend_steps(
         lo, lo_full, hi_full, hi, queries, behind, keys, tables, position, slope, first_seen, kv_len,
-        ROWS, KV_HEADS, KEYS, BLOCK, HEAD_DIM, VALUE_DIM, DIM, LATENT, TAIL, SCALE, CAP, ALIBI, WINDOW, AHEAD,
+        ROWS, KV_HEADS, KEYS, BLOCK, HEAD_DIM, VALUE_DIM, DIM, LATENT, TAIL, SCALE, CAP, ALIBI, WINDOW,
     )  # fmt: skip
     o, s = result(acc, top, total)
     # Read again, so that the loops need not hold them in registers.
@@ -260,22 +250,20 @@ def _attend_steps(
     lo, lo_full, hi_full, hi, queries, behind, pool, tables, position, slope, first_seen, kv_len,
     ROWS: tl.constexpr, KV_HEADS: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, DIM: tl.constexpr, LATENT: tl.constexpr, TAIL: tl.constexpr, SCALE: tl.constexpr,
-    CAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr,
+    CAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """The state of a tile's softmax over steps `lo` to `hi` of keys, of which those from `lo_full` to `hi_full` need no
     mask. One loop for all: a loop each would fill its pipeline of loads anew."""
     ARRAYS: tl.constexpr = 1 if LATENT else 2
     t = tl.arange(0, KEYS)
     acc, top, total = no_state(ROWS, DIM)
-    next_block = tl.load(tables + _keys(lo, t, kv_len, first_seen, KEYS, WINDOW) // BLOCK) if AHEAD else 0
     for step in range(lo, hi):
-        key = _keys(step, t, kv_len, first_seen, KEYS, WINDOW)
-        if AHEAD:
-            block = next_block
-            next_block = tl.load(tables + _keys(step + 1, t, kv_len, first_seen, KEYS, WINDOW) // BLOCK)
-        else:
-            block = tl.load(tables + key // BLOCK)
-        at = block.to(tl.int64) * (ARRAYS * KV_HEADS * BLOCK * HEAD_DIM) + (key % BLOCK) * HEAD_DIM
+        # In place of keys that nobody sees, which may be NaN, one that somebody sees.
+        key = tl.minimum(step * KEYS + t, kv_len - 1)
+        if WINDOW is not None:
+            key = tl.maximum(key, first_seen)
+        block = tl.load(tables + key // BLOCK).to(tl.int64)
+        at = block * (ARRAYS * KV_HEADS * BLOCK * HEAD_DIM) + (key % BLOCK) * HEAD_DIM
         products, v = products_and_values(
             queries, behind, pool + at, KV_HEADS * BLOCK * HEAD_DIM, HEAD_DIM, VALUE_DIM, DIM, LATENT, TAIL
         )
@@ -290,15 +278,6 @@ def _attend_steps(
             x = tl.where(seen, x, float("-inf"))
         acc, top, total = add_keys(acc, top, total, x, v, FACTOR)
     return acc, top, total
-
-
-@triton.jit
-def _keys(step, t, kv_len, first_seen, KEYS: tl.constexpr, WINDOW: tl.constexpr):
-    """The keys of a step: in place of those that nobody sees, which may be NaN, one that somebody sees."""
-    key = tl.minimum(step * KEYS + t, tl.maximum(kv_len, 1) - 1)
-    if WINDOW is not None:
-        key = tl.maximum(key, first_seen)
-    return key
 
 
 @triton.jit

@@ -20,6 +20,7 @@ Noise is computed where it can win: a warp leaves a tile out if no token of it c
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,12 +44,13 @@ from jpaged.pallas_kernels.sample_tokens.triton_rows import (
 from jpaged.pallas_kernels.sample_tokens.triton_share import LEVELS, levels_around, settle, weigh
 
 _GROUP = 64
-_TILE = 512  # tokens that a warp of `_scan` handles at once
+_TILE = 256  # tokens that a warp of `_scan` handles at once
 _PART = 2048  # tokens of a program of `_scan`, at least
 _MOST_PARTS = 128  # of a row
 _PASS_GROUPS = 64  # that a CTA of `_choose` handles at once; 16 tokens a thread
 _UNALIGNED_PASS_GROUPS = 32  # the same where rows do not begin at multiples of 16 bytes, which takes more registers
 _MOST_GROUPS = 16384
+_MOST_REGISTERS = 128  # of a thread that handles a whole row: two CTAs fit a multiprocessor
 
 _INF: tl.constexpr = tl.constexpr(math.inf)
 _LEAST_SCORE: tl.constexpr = tl.constexpr(-1e30)
@@ -78,7 +80,7 @@ def sample_tokens(operands: Operands, *, tile: int | None = None, part: int | No
     part = triton.next_power_of_2(max(part, triton.cdiv(vocab_size, _MOST_PARTS)))
     parts, groups = triton.cdiv(vocab_size, part), triton.cdiv(vocab_size, _GROUP)
     all_parts = triton.next_power_of_2(parts)
-    sizes = {"VOCAB": vocab_size, "PARTS": parts, "GROUPS": groups, "GROUP": _GROUP}
+    sizes: dict[str, Any] = {"VOCAB": vocab_size, "PARTS": parts, "GROUPS": groups, "GROUP": _GROUP}
 
     def shape(columns: int, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, columns), dtype)
@@ -100,10 +102,10 @@ def sample_tokens(operands: Operands, *, tile: int | None = None, part: int | No
         TILE=tile,
         TILES=part // tile,
     )
-    passes = {"PASS": _UNALIGNED_PASS_GROUPS if vocab_size % 4 else _PASS_GROUPS}
-    tokens, levels, _ = call(
+    passes: dict[str, Any] = {"PASS": _UNALIGNED_PASS_GROUPS if vocab_size % 4 else _PASS_GROUPS}
+    tokens, levels, units, _ = call(
         _choose,
-        Launch((rows,), warps=8),
+        Launch((rows,), warps=8, registers=_MOST_REGISTERS),
         logits,
         floats,
         top_k,
@@ -112,6 +114,7 @@ def sample_tokens(operands: Operands, *, tile: int | None = None, part: int | No
         out=[
             jax.ShapeDtypeStruct((rows,), jnp.int32),
             shape(LEVELS if shares else 1, jnp.float32),
+            shape(2, jnp.float32),
             shape(groups if truncates else 1, jnp.int32),
         ],
         **sizes,
@@ -123,29 +126,30 @@ def sample_tokens(operands: Operands, *, tile: int | None = None, part: int | No
     )
     if not shares:
         return tokens
-    tops = found[0]
     (sums,) = call(
         weigh,
-        Launch((rows, parts), warps=part // 512),
+        Launch((rows, parts), warps=max(1, part // 512)),
         logits,
         floats,
-        tops,
+        found[0],
         levels,
+        units,
         out=[jax.ShapeDtypeStruct((rows, parts, LEVELS), jnp.float32)],
         VOCAB=vocab_size,
         PARTS=parts,
-        ALL_PARTS=all_parts,
         PART=part,
     )
     tokens, _ = call(
         settle,
-        Launch((rows,), warps=8),
+        Launch((rows,), warps=8, registers=_MOST_REGISTERS),
         logits,
         floats,
         keys,
-        *found,
+        found[1],
+        found[3],
         tokens,
         levels,
+        units,
         sums,
         out=[jax.ShapeDtypeStruct((rows,), jnp.int32), shape(groups, jnp.int32)],
         **sizes,
@@ -238,6 +242,7 @@ def _choose(
     maxima,
     tokens,
     levels,
+    units,
     listed,
     VOCAB: tl.constexpr,
     PARTS: tl.constexpr,
@@ -252,45 +257,43 @@ def _choose(
     """The token of a row, from what `_scan` found; where top_p alone truncates it, the best of the parts' and levels.
 
     top_k: int32 [R], 0 for all. tokens: int32 [R]. levels: float32 [R, LEVELS], where SHARES; plus infinity in rows
-    without any. listed: int32 [R, GROUPS], scratch.
+    without any. units: float32 [R, 2], of rows with some: the largest logit, and the row's mass in units of its own.
+    listed: int32 [R, GROUPS], scratch.
     """
     row = tl.program_id(0).to(tl.int64)
-    rate = tl.load(floats + row * 4)
-    strength = tl.load(floats + row * 4 + 1)
-    key0 = tl.load(keys + row * 2)
-    key1 = tl.load(keys + row * 2 + 1)
-    logits += row * VOCAB
-
     part = tl.arange(0, ALL_PARTS)
     exists = part < PARTS
+    # All loads at once: each that waited for another would add its latency.
+    rate, strength = tl.load(floats + row * 4), tl.load(floats + row * 4 + 1)
+    share, offset = tl.load(floats + row * 4 + 2), tl.load(floats + row * 4 + 3)
+    k = tl.load(top_k + row)
+    key0, key1 = tl.load(keys + row * 2), tl.load(keys + row * 2 + 1)
     part_top = tl.load(tops + row * PARTS + part, mask=exists, other=-_INF)
     at = tl.load(ids + row * PARTS + part, mask=exists, other=0)
+    mass = tl.load(masses + row * PARTS + part, mask=exists, other=0.0)
+    logits += row * VOCAB
+    x = without_nan(tl.load(logits + at))
     top = tl.max(part_top, axis=0)
     top = tl.where(top == -_INF, 0.0, top)
-    x = without_nan(tl.load(logits + at))
     score = (x - top) * rate + strength * gumbel(uniform(at, key0, key1))
     score = tl.where(exists, score, -_INF)
     token = tl.min(tl.where(exists & (score == tl.max(score, axis=0)), at, _NO_TOKEN), axis=0)
 
     if TRUNCATES:
-        share = tl.load(floats + row * 4 + 2)
-        offset = tl.load(floats + row * 4 + 3)
-        k = tl.load(top_k + row)
+        logit = tl.max(tl.where(exists & (at == token), x, -_INF), axis=0)
         if SHARES:
             at_level = levels + row * _LEVELS + tl.arange(0, _LEVELS)
             if (k <= 0) & (share < 1) & (offset == -_INF):
-                mass = tl.load(masses + row * PARTS + part, mask=exists, other=0.0)
-                winners = tl.where(exists, x, -_INF)
-                logit = without_nan(tl.load(logits + token))
                 mass *= tl.exp2((part_top - top) * rate)
-                tl.store(at_level, levels_around(winners, mass, logit, share))
+                tl.store(units + row * 2, top)
+                tl.store(units + row * 2 + 1, tl.sum(mass, axis=0))
+                tl.store(at_level, levels_around(tl.where(exists, x, -_INF), mass, logit, share))
             else:
                 tl.store(at_level, tl.full((_LEVELS,), _INF, tl.float32))
         if (k > 0) | (offset > -_INF):
             listed += row * GROUPS
             group = tl.arange(0, ALL_GROUPS)
             highest = tl.load(maxima + row * GROUPS + group, mask=group < GROUPS, other=-_INF)
-            logit = without_nan(tl.load(logits + token))
             floor = below(tl.minimum(top + offset, top))
             if k > 0:
                 floor = tl.maximum(floor, floor_of_groups(highest, top, k))

@@ -46,29 +46,27 @@ def weigh(
     floats,
     tops,
     levels,
+    units,
     sums,
     VOCAB: tl.constexpr,
     PARTS: tl.constexpr,
-    ALL_PARTS: tl.constexpr,
     PART: tl.constexpr,
 ):
     """Of a part of a row: its mass above each level.
 
     logits: float32 [R, VOCAB]. floats: float32 [R, 4], of `row_numbers`. tops: float32 [R, PARTS], of `_scan`. levels:
-    float32 [R, LEVELS], all plus infinity where a row needs none. sums: float32 [R, PARTS, LEVELS], of such a row not
-    written; in units of the row's largest.
+    float32 [R, LEVELS], all plus infinity where a row needs none. units: of `_choose`. sums: float32 [R, PARTS,
+    LEVELS], in units of the row's largest; not written where a row needs none.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     levels += row * _LEVELS
     sums += (row * PARTS + part) * _LEVELS
     level = tl.arange(0, _LEVELS)
+    rate, top, highest = tl.load(floats + row * 4), tl.load(units + row * 2), tl.load(tops + row * PARTS + part)
     lowest = tl.min(tl.load(levels + level), axis=0)
     if lowest < _INF:
-        if tl.load(tops + row * PARTS + part) > lowest:
-            rate = tl.load(floats + row * 4)
-            every = tl.arange(0, ALL_PARTS)
-            top = tl.max(tl.load(tops + row * PARTS + every, mask=every < PARTS, other=-_INF), axis=0)
+        if highest > lowest:
             at = part * PART + tl.arange(0, PART)
             x = without_nan(tl.load(logits + row * VOCAB + at, mask=at < VOCAB, other=-_INF))
             mass = tl.exp2((x - top) * rate)
@@ -83,12 +81,11 @@ def settle(
     logits,
     floats,
     keys,
-    tops,
     ids,
-    masses,
     maxima,
     firsts,
     levels,
+    units,
     sums,
     tokens,
     listed,
@@ -100,29 +97,24 @@ def settle(
     PART_GROUPS: tl.constexpr,  # of a part
     PASS: tl.constexpr,  # groups
 ):
-    """The token of a row. keys: uint32 [R, 2]. tops, ids, masses, maxima: of `_scan`. firsts: int32 [R], the row's
-    token where it has no levels, else the best of the winners. levels, sums: of `weigh`. tokens: int32 [R]. listed:
+    """The token of a row. keys: uint32 [R, 2]. ids, maxima: of `_scan`. firsts: int32 [R], the row's token where it has
+    no levels, else the best of the winners. levels, units: of `_choose`. sums: of `weigh`. tokens: int32 [R]. listed:
     int32 [R, GROUPS], scratch."""
     row = tl.program_id(0).to(tl.int64)
+    level, part = tl.arange(0, _LEVELS), tl.arange(0, ALL_PARTS)
+    exists = part < PARTS
     token = tl.load(firsts + row)
-    level = tl.arange(0, _LEVELS)
     at_level = tl.load(levels + row * _LEVELS + level)
+    rate, share = tl.load(floats + row * 4), tl.load(floats + row * 4 + 2)
+    top, total = tl.load(units + row * 2), tl.load(units + row * 2 + 1)
+    at_sum = sums + (row * PARTS + part)[:, None] * _LEVELS + level[None, :]
+    above = tl.sum(tl.load(at_sum, mask=exists[:, None], other=0.0), axis=0)
     if tl.min(at_level, axis=0) < _INF:
-        rate, share = tl.load(floats + row * 4), tl.load(floats + row * 4 + 2)
         logits += row * VOCAB
-        logit = without_nan(tl.load(logits + token))
-        part = tl.arange(0, ALL_PARTS)
-        exists = part < PARTS
-        part_top = tl.load(tops + row * PARTS + part, mask=exists, other=-_INF)
-        top = tl.max(part_top, axis=0)
-        top = tl.where(top == -_INF, 0.0, top)
-        mass = tl.load(masses + row * PARTS + part, mask=exists, other=0.0)
-        total = tl.sum(mass * tl.exp2((part_top - top) * rate), axis=0)
-        at_sum = sums + (row * PARTS + part)[:, None] * _LEVELS + level[None, :]
-        above = tl.sum(tl.load(at_sum, mask=exists[:, None], other=0.0), axis=0)
         kept = (above <= 0) | (above < share * total)
         floor = tl.max(tl.where(kept, -_INF, at_level), axis=0)  # all that is kept is above it,
         sure = tl.min(tl.where(kept, at_level, _INF), axis=0)  # and all from here up is kept
+        logit = tl.load(levels + row * _LEVELS)
         if logit < sure:
             key0, key1 = tl.load(keys + row * 2), tl.load(keys + row * 2 + 1)
             at = tl.load(ids + row * PARTS + part, mask=exists, other=0)
