@@ -16,6 +16,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def tokens_of(llm: LLM, num_prompts: int, length: int) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@jax.jit
+@partial(jax.jit, donate_argnums=0)
 def trained(parameter: jax.Array, gradient: jax.Array) -> jax.Array:
     return parameter - 0.01 * gradient
 

@@ -7,7 +7,9 @@ One program for each kind of parameter and of tensors that are written into it t
 come.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import Any
@@ -68,30 +70,56 @@ class Places:
     offsets: tuple[tuple[int, ...], ...]
 
 
-def write(parameter: jax.Array, tensors: Sequence[Any], places: Places) -> jax.Array:
-    """The parameter, on one device, with arrays written into it at their places, in its type. Donates the parameter,
-    never the arrays: what a trainer holds stays its own.
+_THREADS = 4
+"""That copy arrays from host memory: one alone does not keep the bus busy."""
+
+_AHEAD = 6
+"""Groups of arrays that are brought ahead of the one that is written."""
+
+
+def brought(groups: Sequence[Sequence[Any]], targets: Sequence[Sharding]) -> Iterator[list[jax.Array]]:
+    """Groups of arrays, one after the other, where they are to be. Those that are there come as they are; others are
+    copied, a few groups ahead of the one that is asked for.
+
+    targets: of each group.
     """
-    found = tuple(_brought(tensor, parameter.sharding) for tensor in tensors)
-    return _write(parameter, found, _on_devices(places.offsets, parameter.sharding), places.layouts)
+    with ThreadPoolExecutor(_THREADS) as threads:
+        window: deque[list[jax.Array | Future[jax.Array]]] = deque()
+        for tensors, target in zip(groups, targets, strict=True):
+            window.append([one if _is_at(one, target) else threads.submit(_copied, one, target) for one in tensors])
+            if len(window) > _AHEAD:
+                yield [_arrived(one) for one in window.popleft()]
+        while window:
+            yield [_arrived(one) for one in window.popleft()]
+
+
+def _is_at(tensor: Any, target: Sharding) -> bool:
+    return isinstance(tensor, jax.Array) and tensor.sharding == target
+
+
+def _copied(tensor: Any, target: Sharding) -> jax.Array:
+    return jax.device_put(tensor, target).block_until_ready()
+
+
+def _arrived(tensor: "jax.Array | Future[jax.Array]") -> jax.Array:
+    return tensor.result() if isinstance(tensor, Future) else tensor
+
+
+def write(parameter: jax.Array, tensors: Sequence[jax.Array], places: Places) -> jax.Array:
+    """The parameter, on one device, with arrays that are there written into it at their places, in its type. Donates
+    the parameter, never the arrays: what a trainer holds stays its own.
+    """
+    return _write(parameter, tuple(tensors), _on_devices(places.offsets, parameter.sharding), places.layouts)
 
 
 def write_sharded(
-    parameter: jax.Array, tensors: Sequence[Any], places: Places, axis: int | None, mesh: Mesh
+    parameter: jax.Array, tensors: Sequence[jax.Array], places: Places, axis: int | None, mesh: Mesh
 ) -> jax.Array:
     """As `write`, into a parameter whose shards lie along `axis` of it (None: whole on each device), each the size of
-    the last padded. An array from other devices, or otherwise sharded, is resharded first; each device then has all of
-    it for a moment.
+    the last padded. Each device has all of the arrays.
     """
-    whole = NamedSharding(mesh, PartitionSpec())
-    found = tuple(_brought(tensor, whole) for tensor in tensors)
-    writer = _sharded_writer(mesh, axis, parameter.ndim)
-    return writer(parameter, found, _on_devices(places.offsets, whole), places.layouts)
-
-
-def _brought(tensor: Any, sharding: Sharding) -> jax.Array:
-    is_there = isinstance(tensor, jax.Array) and tensor.sharding == sharding
-    return tensor if is_there else jax.device_put(tensor, sharding)  # which takes as long as a small program to start
+    offsets = _on_devices(places.offsets, NamedSharding(mesh, PartitionSpec()))
+    return _sharded_writer(mesh, axis, parameter.ndim)(parameter, tuple(tensors), offsets, places.layouts)
 
 
 @lru_cache(maxsize=4096)

@@ -6,6 +6,7 @@
 """
 
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,12 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jpaged.api.errors import InvalidParameterError, shown
 from jpaged.api.weights import flat_weights
 from jpaged.models.loading.checkpoint import full_names
-from jpaged.models.loading.layouts import Layout, Places, write, write_sharded
+from jpaged.models.loading.layouts import Layout, Places, brought, write, write_sharded
 from jpaged.models.loading.pieces import Piece, single_kv_heads
 from jpaged.models.model import Model, Weights
 
@@ -149,18 +150,20 @@ class WeightUpdater:
                 then new and some old, and some may be gone.
         """
         updated = list(weights)
-        underway: list[int] = []
-        for index, tensors, places in update.groups:
-            target = updated[index]
+        groups = update.groups
+        targets = [_sharding_of_tensors(updated[index], self._mesh) for index, _, _ in groups]
+        underway: deque[int] = deque()
+        arriving = brought([tensors for _, tensors, _ in groups], targets)
+        for (index, given, places), tensors in zip(groups, arriving, strict=True):
             if self._mesh is None:
-                updated[index] = write(target, tensors, places)
+                updated[index] = write(updated[index], tensors, places)
             else:
                 axis = self._shard.shard_axes[index]
-                updated[index] = write_sharded(target, tensors, places, axis, self._mesh)
-            if any(not isinstance(tensor, jax.Array) or tensor.sharding != target.sharding for tensor in tensors):
-                underway.append(index)  # copies of two groups at a time are on their way
+                updated[index] = write_sharded(updated[index], tensors, places, axis, self._mesh)
+            if any(tensor is not one for tensor, one in zip(tensors, given, strict=True)):
+                underway.append(index)  # copies wait for what frees them: only so many are on the device
                 if len(underway) > 2:
-                    updated[underway.pop(0)].block_until_ready()
+                    updated[underway.popleft()].block_until_ready()
         return tuple(updated)
 
     def read(self, weights: Sequence[jax.Array], form: WeightsForm) -> Any:
@@ -295,6 +298,11 @@ class WeightUpdater:
                     f'weights: {head!r} differs from {embedding!r}, but config.json says "tie_word_embeddings": true;'
                     " leave it out, or start the engine with a config.json that says false. Nothing was changed."
                 )
+
+
+def _sharding_of_tensors(parameter: jax.Array, mesh: Mesh | None) -> Sharding:
+    """Where tensors must be to be written into a parameter."""
+    return parameter.sharding if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
 def _whole(array: jax.Array, shape: tuple[int, ...], kv_head_copies: int) -> jax.Array:
