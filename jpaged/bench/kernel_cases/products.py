@@ -97,8 +97,8 @@ _FEW_ROWS = {"norm, qkv": (2048, 5120), "o, residual": (4096, 2048), "norm, rout
 
 
 def few_rows_case(what: str, rows: int, backend: str | None) -> Built:
-    """Such a product with what stands before or behind it, with many matrices in turn, one after the other; its work are
-    the bytes of a matrix."""
+    """Such a product with what stands before or behind it, with many matrices, one after the other; its work are the
+    bytes of a matrix."""
     depth, columns = _FEW_ROWS[what]
     copies = max(2, min(64, -(-L2_BYTES // (depth * columns * 2))))
     weights = [normal(i, (depth, columns), jnp.bfloat16) for i in range(copies)]
