@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -119,44 +120,44 @@ def _draw(config: dict[str, Any], name: str, weight: Any) -> None:
 
 
 def serve(args: argparse.Namespace) -> None:
+    """Of one model: each has a process of its own, and all of the device."""
     from jpaged import LLM, SamplingParams
     from jpaged.frontend.inputs import TokensPrompt
 
-    longest = max(args.lengths) + NEW_TOKENS
-    rng = np.random.default_rng(0)
-    for name in args.model:
-        begun = time.perf_counter()
-        vocab = config_of(name, args.size)["vocab_size"]
-        prompts = [rng.integers(3, vocab, length).tolist() for length in args.lengths]
-        llm = LLM(
-            str(args.directory / name),
-            dtype="bfloat16",
-            max_model_len=-(-longest // 64) * 64,
-            block_size=16,
-            num_gpu_blocks_override=sum(args.lengths) // 16 + 16 * len(args.lengths),
-            max_num_seqs=16,
-            max_num_batched_tokens=args.batched_tokens,
-            decode_buckets=(16,),
-            token_buckets=(args.batched_tokens,),
-            skip_tokenizer_init=True,
-            verbose=False,
-        )
-        started = time.perf_counter()
-        sampling = SamplingParams(
-            temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0, prompt_logprobs=0, detokenize=False
-        )
-        outputs = llm.generate([TokensPrompt(prompt_token_ids=prompt) for prompt in prompts], sampling, use_tqdm=False)
-        found: dict[str, Any] = {}
-        for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-            tokens = list(output.outputs[0].token_ids)
-            positions: list[Any] = [*(output.prompt_logprobs or [])[1:], *(output.outputs[0].logprobs or [])]
-            read = [*prompt, *tokens]
-            found[f"tokens_{i}"] = np.array(read)
-            found[f"logprobs_{i}"] = np.array([at[t].logprob for at, t in zip(positions, read[1:], strict=True)])
-        np.savez(args.directory / f"{name}.npz", **found)
-        del llm
-        ended = time.perf_counter()
-        print(f"{name}: started in {started - begun:.1f} s, served in {ended - started:.1f} s", flush=True)
+    (name,) = args.model
+    begun, longest = time.perf_counter(), max(args.lengths) + NEW_TOKENS
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    vocab = config_of(name, args.size)["vocab_size"]
+    prompts = [rng.integers(3, vocab, length).tolist() for length in args.lengths]
+    llm = LLM(
+        str(args.directory / name),
+        dtype="bfloat16",
+        max_model_len=-(-longest // 64) * 64,
+        block_size=16,
+        num_gpu_blocks_override=sum(args.lengths) // 16 + 16 * len(args.lengths),
+        max_num_seqs=16,
+        max_num_batched_tokens=args.batched_tokens,
+        decode_buckets=(16,),
+        token_buckets=(args.batched_tokens,),
+        skip_tokenizer_init=True,
+        verbose=False,
+    )
+    started = time.perf_counter()
+    sampling = SamplingParams(
+        temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0, prompt_logprobs=0, detokenize=False
+    )
+    asked = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+    outputs = llm.generate(asked, sampling, use_tqdm=False)
+    found: dict[str, Any] = {}
+    for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        tokens = list(output.outputs[0].token_ids)
+        positions: list[Any] = [*(output.prompt_logprobs or [])[1:], *(output.outputs[0].logprobs or [])]
+        read = [*prompt, *tokens]
+        found[f"tokens_{i}"] = np.array(read)
+        found[f"logprobs_{i}"] = np.array([at[t].logprob for at, t in zip(positions, read[1:], strict=True)])
+    np.savez(args.directory / f"{name}.npz", **found)
+    ended = time.perf_counter()
+    print(f"{name}: started in {started - begun:.1f} s, served in {ended - started:.1f} s", flush=True)
 
 
 # --------------------------------------------------------------------------------------------- torch: what is compared
@@ -252,18 +253,35 @@ def main() -> int:
         directory = args.directory or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
         options = ["--size", args.size, "--directory", str(directory)]
-        options += [word for name in args.model for word in ("--model", name)]
-        for part in PARTS:
-            begun = time.perf_counter()
-            subprocess.run([sys.executable, __file__, "--part", part, *options], check=True)
-            print(f"{part}: {time.perf_counter() - begun:.1f} s", flush=True)
+        served, failed = [], 0
+        _run("write", args.model, options)
+        for name in args.model:
+            if _run("serve", [name], options) == 0:
+                served.append(name)
+            else:
+                failed = 1
+                print(f"{name} failed; it is left out", flush=True)
+        if not served or _run("compare", served, options) != 0:
+            return 1
         results = json.loads((directory / "results.json").read_text())
     if args.json:
         from jpaged.bench.report import write_report
 
         settings = {"size": args.size, "lengths": args.lengths, "new_tokens": NEW_TOKENS, "models": args.model}
         write_report(args.json, "against transformers", settings, results)
-    return 0
+    return failed
+
+
+def _run(part: str, names: list[str], options: list[str]) -> int:
+    """Runs a part in a process of its own. Returns its exit status."""
+    begun = time.perf_counter()
+    words = [word for name in names for word in ("--model", name)]
+    # JAX takes memory as it needs it: the next process finds all of it free, and another user's is left alone.
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    command = [sys.executable, __file__, "--part", part, *options, *words]
+    status = subprocess.run(command, env=environment, check=False).returncode
+    print(f"{part}: {time.perf_counter() - begun:.1f} s", flush=True)
+    return status
 
 
 if __name__ == "__main__":

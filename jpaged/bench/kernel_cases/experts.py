@@ -188,17 +188,16 @@ def routing_case(tokens: int, e: Experts, backend: str | None) -> Built:
     height = tile_height(tokens * e.per_token, e.experts, backend)
 
     @jax.jit
-    def program(after: jax.Array, logits: list[jax.Array]) -> jax.Array:
+    def program(logits: list[jax.Array]) -> list[ops.RoutedTokens]:
+        made: list[ops.RoutedTokens] = []
         for one in logits:
-            one, after = lax.optimization_barrier((one, after))
-            # Every result is read by what comes next, as in a layer: XLA computes none that nobody does.
-            routed = ops.route_tokens(one, routing, tile_height=height, backend=routing_backend)
-            assert routed.rows is not None
-            after, _ = lax.optimization_barrier((routed.rows.group_sizes, routed))
-        return after
+            # All results are the program's, and each waits for the one before: none is left out, none runs beside it.
+            one, made[-1:] = lax.optimization_barrier((one, made[-1:]))
+            made.append(ops.route_tokens(one, routing, tile_height=height, backend=routing_backend))
+        return made
 
     routing_backend = ops.route_tokens_backend(logits[0], routing, backend)
-    return program, (jnp.zeros(e.experts, jnp.int32), logits), _DRAWS, float(tokens * e.per_token)
+    return program, (logits,), _DRAWS, float(tokens * e.per_token)
 
 
 def cases(backend: str | None, zipf: float) -> Iterator[Case]:

@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 
 from jpaged.models.grouped_linear import GroupedLinear
-from jpaged.models.linear import Linear, Rounding, Rows
+from jpaged.models.linear import Linear, Product, Rounding, Rows
 from jpaged.models.parameters import Constant, Normal, parameter
 from jpaged.models.quantization.grouped import QuantizedGroupedLinear, Values
 from jpaged.models.quantization.layers import Kind, QuantizedLinear, RowOrder, rows_parameter
@@ -91,13 +91,13 @@ class Fp8Linear(QuantizedLinear):
             return super().gated(x, activation, backend, rounding)
         return rounding(self._sums(x, own), activation=activation)[0]
 
-    def _term(self, x: Rows, backend: str | None) -> jax.Array | Sums:
+    def _term(self, x: Any, backend: str | None) -> jax.Array | Sums | Product:
         rounding = self.rounding(backend)
         if rounding is None or len(self.layout.outputs) > 1:
             return super()._term(x, backend)
         return self._sums(x, rounding)
 
-    def _product(self, x: Rows, dtype: jnp.dtype | None, backend: str | None) -> jax.Array:
+    def _product(self, x: Any, dtype: jnp.dtype | None, backend: str | None) -> jax.Array:
         rounding = self.rounding(backend)
         if rounding is None:
             return super()._product(x, dtype, backend)
@@ -105,7 +105,7 @@ class Fp8Linear(QuantizedLinear):
         outer = (sums.count,) if isinstance(x, RoundedRows) else x.shape[: x.ndim - len(self.layout.inputs)]
         return sums.wide().astype(dtype or sums.dtype).reshape(*outer, *self.layout.outputs)
 
-    def _sums(self, x: Rows, rounding: Rounding) -> Sums:
+    def _sums(self, x: Any, rounding: Rounding) -> Sums:
         """The product, without scales so far."""
         rows = x if isinstance(x, RoundedRows) else rounding(x.reshape(-1, self.layout.input_size))[0]
         kernel, scale = self._weights()

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.pallas_kernels.common import arguments as check
-from jpaged.pallas_kernels.registry import Op, is_hopper, or_reference
+from jpaged.pallas_kernels.registry import REFERENCE, Op, canonical, is_hopper
 
 OP = Op("few_rows_product", __package__, also={"triton": is_hopper})
 
@@ -98,4 +98,6 @@ def few_rows_product_backend(x: Any, w: Any, backend: str | None = None) -> str:
 
     x, w: as of `few_rows_product`; shapes and dtypes are enough.
     """
-    return OP.pick(or_reference(backend), x, w).backend
+    if backend is not None and "," not in backend and OP.unsupported(canonical(backend), x, w) is not None:
+        return REFERENCE
+    return OP.pick(backend, x, w).backend
