@@ -92,12 +92,13 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", choices=("fp8",), help="all of them with keys and values in FP8, too")
     parser.add_argument("--texts", type=int, default=24, help="how many (default: 24)")
     parser.add_argument("--max-tokens", type=int, default=200, help="of a text (default: 200)")
+    parser.add_argument("--memory", type=float, default=0.5, help="of the device, to write texts with (default: 0.5)")
     parser.add_argument("--json", type=Path, help="where to write a report")
     args = parser.parse_args()
     plain = Path(models.resolve(args.model)) if args.model else demo_model_path()
 
     length = 64 + args.max_tokens
-    texts = written(plain, args.texts, args.max_tokens, length)
+    texts = written(plain, args.texts, args.max_tokens, length, args.memory)
     reference = load("bfloat16", plain, None)
     results: list[dict[str, Any]] = []
 
@@ -122,9 +123,10 @@ def main() -> None:
         write_report(args.json, "quantized_quality", vars(args), results)
 
 
-def written(directory: Path, number: int, most: int, length: int) -> list[tuple[list[int], list[int]]]:
+def written(directory: Path, number: int, most: int, length: int, memory: float) -> list[tuple[list[int], list[int]]]:
     """Prompts, and texts that the model wrote."""
-    llm = LLM(str(directory), max_model_len=length, max_num_seqs=32, max_num_batched_tokens=64, verbose=False)
+    options: dict[str, Any] = {"max_num_seqs": 32, "max_num_batched_tokens": 64, "gpu_memory_utilization": memory}
+    llm = LLM(str(directory), max_model_len=length, verbose=False, **options)
     asks = [[{"role": "user", "content": f"Tell me a story about {subject}."}] for subject in SUBJECTS]
     prompts = [llm.engine.tokenizer.apply_chat_template(ask) for ask in asks]
     prompts = [prompts[i % len(prompts)] for i in range(number)]
