@@ -37,18 +37,8 @@ def configs(kind: str, rows: int) -> list[Config]:
     """Candidates."""
     tile = max(16, min(64, rows))
     if kind == "int4":
-        shapes = [
-            (16, 4, 8),
-            (32, 4, 4),
-            (32, 4, 8),
-            (32, 2, 6),
-            (64, 4, 4),
-            (64, 4, 6),
-            (64, 8, 4),
-            (128, 4, 4),
-            (128, 8, 4),
-        ]
-        return [int4.Config(tile, *shape) for shape in shapes]
+        cut = [(32, 4, 4), (32, 4, 8), (64, 4, 4), (64, 4, 8), (64, 8, 4), (128, 4, 4), (128, 8, 4), (128, 8, 6)]
+        return [int4.Config(tile, *one) for one in cut] + [int4.Config(tile, 64, 4, 6, splits) for splits in (1, 2, 4)]
     shapes = [(64, 128, 4, 5), (64, 128, 4, 8), (64, 256, 4, 3), (64, 256, 4, 5), (128, 128, 4, 4), (128, 128, 8, 5)]
     shapes += [(32, 256, 4, 4), (64, 64, 4, 8)]
     found: list[Config] = [fp8.Config(outputs, tile, depth, *others) for outputs, depth, *others in shapes]

@@ -20,9 +20,9 @@ import triton.language as tl
 from jpaged.pallas_kernels import devices
 from jpaged.pallas_kernels.common.numerics import as_bits
 from jpaged.pallas_kernels.common.triton_call import Launch, call
-from jpaged.pallas_kernels.common.triton_fp8 import as_fp8, widen
+from jpaged.pallas_kernels.common.triton_fp8 import as_fp8, widen, widen_fours
 from jpaged.pallas_kernels.common.triton_targets import for_family
-from jpaged.pallas_kernels.common.triton_tiles import place
+from jpaged.pallas_kernels.common.triton_tiles import place, splits_of
 from jpaged.pallas_kernels.fp8_product.rounding import round_to_fp8, rounds_activations
 
 
@@ -144,27 +144,17 @@ def _multiplied(
     config = config or default_config(rows, rounded=rounded)
     step = config.depth if groups == 1 or group is None else min(config.depth, group)
     ctas = triton.cdiv(outputs, config.outputs) * triton.cdiv(rows, config.rows)
-    splits = config.splits or _splits(ctas, depth // step)
+    splits = config.splits or splits_of(ctas, depth // step)
     launch = Launch((ctas, splits), config.warps, config.stages)
     constants: dict[str, Any] = {"M": rows, "K": depth, "N": outputs, "GROUPS": groups}
     constants |= {"GROUP": group if groups > 1 else depth, "ROUNDED": rounded}
     constants |= {"SPLIT": triton.cdiv(triton.cdiv(depth, splits), step) * step}
     constants |= {"OUTPUTS": config.outputs, "ROWS": config.rows, "STEP": step}
+    constants["FOURS"] = x.dtype == jnp.bfloat16 and not triton.knobs.runtime.interpret
     out = jax.ShapeDtypeStruct((splits, rows, outputs), dtype if splits == 1 else jnp.float32)
     x, of_rows = (as_bits(x), of_rows) if of_rows is not None else (x, scale)  # which nobody reads if x is not rounded
     (y,) = call(_fp8_product, launch, x, as_bits(w), of_rows, scale, out=[out], **constants)
     return y[0] if splits == 1 else jnp.sum(y, axis=0).astype(dtype)
-
-
-def _splits(ctas: int, steps: int) -> int:
-    """Parts of the inputs that CTAs of their own sum up, so that a few outputs keep most multiprocessors reading."""
-    splits = 1
-    while splits < _MOST_SPLITS and 5 * splits * ctas < 3 * devices.num_multiprocessors() and steps >= 16 * splits:
-        splits *= 2
-    return splits
-
-
-_MOST_SPLITS = 8
 
 
 @triton.jit
@@ -184,6 +174,7 @@ def _fp8_product(
     OUTPUTS: tl.constexpr,  # of a CTA
     ROWS: tl.constexpr,  # of a CTA
     STEP: tl.constexpr,  # inputs of a step, which divides a group
+    FOURS: tl.constexpr,  # whether weights are widened four at a time
 ):
     """x: [M, K]. w: e4m3 [N, K]. of_rows: float32 [M, GROUPS], of x if ROUNDED. scale: float32 [N, GROUPS].
     out: [splits, M, N]. Bits of e4m3 come as uint8."""
@@ -210,7 +201,7 @@ def _fp8_product(
         of_x = tl.load(inputs + start, mask=there, other=0.0)
         of_w = tl.load(weights + start, mask=here, other=0.0 if ROUNDED else 0)
         if not ROUNDED:
-            of_w = widen(of_w, x.dtype.element_ty)
+            of_w = widen_fours(of_w) if FOURS else widen(of_w, x.dtype.element_ty)
         if GROUPS == 1:
             total = tl.dot(of_w, of_x, total)
         else:
