@@ -13,7 +13,7 @@ Microseconds of each product of an 8B model in each configuration, beside the fl
 import argparse
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ Config = fp8.Config | int4.Config
 _FORMS = {"weights": "FP8 weights", "both": "rounded FP8", "int4": "4 bits"}
 
 
-def configs(kind: str, rows: int) -> list[Config]:
+def configs(kind: str, rows: int) -> Sequence[Config]:
     """Candidates."""
     tile = max(16, min(64, rows))
     if kind == "int4":
@@ -59,19 +59,20 @@ def operands(kind: str, rows: int, outputs: int, inputs: int) -> tuple[list[Any]
     return [normal(100 + i, (rows, inputs), jnp.bfloat16).astype(kept) for i in range(copies)], weights, scale
 
 
-def product(kind: str, config: Config) -> Callable[..., jax.Array]:
+def product(kind: str, config: Config, rows: int) -> Callable[..., jax.Array]:
     if kind == "int4":
         return lambda x, w, scale: int4.int4_product(x, w, scale, None, None, group=128, dtype=x.dtype, config=config)
     options: dict[str, Any] = {"dtype": jnp.bfloat16, "config": config}
     if kind == "both":
-        return lambda x, w, scale: fp8.product_of_rounded(x, jnp.ones((x.shape[0], 1)), w, scale, **options)
+        ones = jnp.ones((rows, 1))
+        return lambda x, w, scale: fp8.product_of_rounded(x, ones, w, scale, count=rows, **options)
     options |= {"group": None, "activations": "none", "upper_bound": None}
     return lambda x, w, scale: fp8.fp8_product(x, w, scale, None, **options)
 
 
 def figure(kind: str, config: Config, given: tuple[list[Any], list[Any], jax.Array]) -> float:
     """Microseconds."""
-    multiply = product(kind, config)
+    multiply = product(kind, config, given[0][0].shape[0])
     program = jax.jit(lambda x, w, scale: [multiply(*pair, scale) for pair in zip(x, w, strict=True)])
     seconds, _ = kernels.measure(lambda: (program, given, len(given[0]), 1.0), repeats=3)
     return 1e6 * statistics.median(seconds)
@@ -94,7 +95,7 @@ def main() -> None:
         first = given[0][0], given[1][0], given[2]
 
         def lower(config: Config, first: Any = first) -> None:  # jax-triton keeps what it compiles
-            jax.jit(product(kind, config)).lower(*first)
+            jax.jit(product(kind, config, rows)).lower(*first)
 
         with ThreadPoolExecutor(12) as pool:
             lowered = {config: pool.submit(partial(lower, config)) for config in configs(kind, rows)}

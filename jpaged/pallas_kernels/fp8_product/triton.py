@@ -112,19 +112,29 @@ def fp8_product(
 ) -> jax.Array:
     """`fp8_product` of the package, checked. config: to try others than the table's."""
     if not _rounds(activations):
-        return _multiplied(x, None, w, scale, group=group, dtype=dtype, config=config)
+        return _multiplied(x, None, w, scale, count=x.shape[0], group=group, dtype=dtype, config=config)
     x, of_rows = round_to_fp8(x, input_scale, upper_bound, group)
     of_rows = jnp.broadcast_to(of_rows, (x.shape[0], of_rows.shape[-1]))
-    return _multiplied(x, of_rows, w, scale, group=group, dtype=dtype, config=config)
+    return _multiplied(x, of_rows, w, scale, count=x.shape[0], group=group, dtype=dtype, config=config)
 
 
-@partial(jax.jit, static_argnames=("dtype", "config"))
+@partial(jax.jit, static_argnames=("count", "dtype", "config"))
 def product_of_rounded(
-    x: jax.Array, of_rows: jax.Array, w: jax.Array, scale: jax.Array, *, dtype: Any, config: Config | None = None
+    x: jax.Array,
+    of_rows: jax.Array,
+    w: jax.Array,
+    scale: jax.Array,
+    *,
+    count: int,
+    dtype: Any,
+    config: Config | None = None,
 ) -> jax.Array:
-    """dtype [M, N]: the product of rows that are rounded, with all scales. x: e4m3 [M, K]. of_rows: float32 [M, 1].
-    w: e4m3 [N, K]. scale: float32 [N, 1]. config: to try others than the table's."""
-    return _multiplied(x, of_rows, w, scale, group=None, dtype=dtype, config=config)
+    """dtype [count, N]: the product of the first rows, which are rounded, with all scales.
+
+    x: e4m3 [R, K]. of_rows: float32 [R, 1]. w: e4m3 [N, K]. scale: float32 [N, 1]. config: to try others than the
+    table's.
+    """
+    return _multiplied(x, of_rows, w, scale, count=count, group=None, dtype=dtype, config=config)
 
 
 def _multiplied(
@@ -133,12 +143,13 @@ def _multiplied(
     w: jax.Array,
     scale: jax.Array,
     *,
+    count: int,
     group: int | None,
     dtype: Any,
     config: Config | None,
 ) -> jax.Array:
-    """of_rows: float32 [M, G], of x in e4m3; None where x is as it was."""
-    rows, depth = x.shape
+    """Of the first `count` rows. of_rows: float32 [R, G], of x in e4m3; None where x is as it was."""
+    rows, depth = count, x.shape[1]
     outputs, groups = scale.shape
     rounded = of_rows is not None
     config = config or default_config(rows, rounded=rounded)
