@@ -90,6 +90,13 @@ class Fp8Linear(QuantizedLinear):
             return super().gated(x, activation, backend, rounding)
         return rounding(self._sums(x, own), activation=activation)[0]
 
+    def sums(self, x: Rows, backend: str | None = "xla") -> jax.Array | Sums:
+        rounding = self.rounding(backend)
+        if rounding is None or self.bias is not None:
+            return super().sums(x, backend)
+        found = self._sums(x, rounding)
+        return found if isinstance(found, Sums) else found.reshape(-1, *self.layout.outputs)
+
     def _term(self, x: Rows, backend: str | None) -> jax.Array | Sums:
         rounding = self.rounding(backend)
         if rounding is None or len(self.layout.outputs) > 1:
