@@ -13,9 +13,10 @@ Microseconds of each product of an 8B model in each configuration, beside the fl
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product as product_of
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,8 @@ def configs(kind: str, rows: int) -> Sequence[Config]:
     """Candidates."""
     tile = max(16, min(64, rows))
     if kind == "int4":
-        cut = [(32, 4, 4), (32, 4, 8), (64, 4, 4), (64, 4, 8), (64, 8, 4), (128, 4, 4), (128, 8, 4), (128, 8, 6)]
-        return [int4.Config(tile, *one) for one in cut] + [int4.Config(tile, 64, 4, 6, splits) for splits in (1, 2, 4)]
+        cut = [(32, 4, 6), (64, 4, 4), (64, 4, 8), (64, 8, 4), (128, 4, 4), (128, 8, 4), (128, 8, 6)]
+        return [int4.Config(tile, *one) for one in cut] + [int4.Config(tile, 64, 4, 6, splits) for splits in (1, 2)]
     shapes = [(64, 128, 4, 5), (64, 128, 4, 8), (64, 256, 4, 3), (64, 256, 4, 5), (128, 128, 4, 4), (128, 128, 8, 5)]
     shapes += [(32, 256, 4, 4), (64, 64, 4, 8)]
     found: list[Config] = [fp8.Config(outputs, tile, depth, *others) for outputs, depth, *others in shapes]
@@ -78,37 +79,42 @@ def figure(kind: str, config: Config, given: tuple[list[Any], list[Any], jax.Arr
     return 1e6 * statistics.median(seconds)
 
 
+def measured(kind: str, layer: str, rows: int) -> Iterator[dict[str, Any]]:
+    """A line for each configuration."""
+    outputs, inputs = products.PRODUCTS[layer]
+    floor = products.product_floor_us(_FORMS[kind], rows, outputs, inputs)
+    given = operands(kind, rows, outputs, inputs)
+    first = given[0][0], given[1][0], given[2]
+
+    def lower(config: Config) -> None:  # jax-triton keeps what it compiles
+        jax.jit(product(kind, config, rows)).lower(*first)
+
+    with ThreadPoolExecutor(12) as pool:
+        lowered = {config: pool.submit(partial(lower, config)) for config in configs(kind, rows)}
+    for config, done in lowered.items():
+        line: dict[str, Any] = {"layer": layer, "rows": rows, "config": str(config), "floor_us": round(floor, 1)}
+        try:
+            done.result()
+            line["us"] = round(figure(kind, config, given), 2)
+        except Exception as error:
+            line["error"] = f"{type(error).__name__}: {error}"[:200]
+        yield line
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=_FORMS)
-    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--rows", type=int, action="append", help="may be repeated (default: 8)")
     parser.add_argument("--layer", action="append", choices=products.PRODUCTS, help="default: all")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
-    kind, rows = options.kind, options.rows
     kernels._BATCH_S = 0.01
-    figures = []
-    for layer in options.layer or products.PRODUCTS:
-        outputs, inputs = products.PRODUCTS[layer]
-        floor = products.product_floor_us(_FORMS[kind], rows, outputs, inputs)
-        given = operands(kind, rows, outputs, inputs)
-        first = given[0][0], given[1][0], given[2]
-
-        def lower(config: Config, first: Any = first) -> None:  # jax-triton keeps what it compiles
-            jax.jit(product(kind, config, rows)).lower(*first)
-
-        with ThreadPoolExecutor(12) as pool:
-            lowered = {config: pool.submit(partial(lower, config)) for config in configs(kind, rows)}
-        for config, done in lowered.items():
-            line: dict[str, Any] = {"layer": layer, "rows": rows, "config": str(config), "floor_us": round(floor, 1)}
-            try:
-                done.result()
-                line["us"] = round(figure(kind, config, given), 2)
-            except Exception as error:
-                line["error"] = f"{type(error).__name__}: {error}"[:200]
+    layers, figures = options.layer or list(products.PRODUCTS), []
+    for layer, rows in product_of(layers, options.rows or [8]):
+        for line in measured(options.kind, layer, rows):
             figures.append(line)
             print(json.dumps(line), flush=True)
-    options.json.write_text(json.dumps({"kind": kind, "figures": figures}, indent=1))
+    options.json.write_text(json.dumps({"kind": options.kind, "figures": figures}, indent=1))
 
 
 if __name__ == "__main__":
