@@ -13,9 +13,10 @@ Microseconds of each product of an 8B model in each configuration, beside the fl
 import argparse
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product as product_of
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +34,12 @@ Config = fp8.Config | int4.Config
 _FORMS = {"weights": "FP8 weights", "both": "rounded FP8", "int4": "4 bits"}
 
 
-def configs(kind: str, rows: int) -> list[Config]:
+def configs(kind: str, rows: int) -> Sequence[Config]:
     """Candidates."""
     tile = max(16, min(64, rows))
     if kind == "int4":
-        shapes = [
-            (16, 4, 8),
-            (32, 4, 4),
-            (32, 4, 8),
-            (32, 2, 6),
-            (64, 4, 4),
-            (64, 4, 6),
-            (64, 8, 4),
-            (128, 4, 4),
-            (128, 8, 4),
-        ]
-        return [int4.Config(tile, *shape) for shape in shapes]
+        cut = [(32, 4, 6), (64, 4, 4), (64, 4, 8), (64, 8, 4), (128, 4, 4), (128, 8, 4), (128, 8, 6)]
+        return [int4.Config(tile, *one) for one in cut] + [int4.Config(tile, 64, 4, 6, splits) for splits in (1, 2)]
     shapes = [(64, 128, 4, 5), (64, 128, 4, 8), (64, 256, 4, 3), (64, 256, 4, 5), (128, 128, 4, 4), (128, 128, 8, 5)]
     shapes += [(32, 256, 4, 4), (64, 64, 4, 8)]
     found: list[Config] = [fp8.Config(outputs, tile, depth, *others) for outputs, depth, *others in shapes]
@@ -69,55 +60,61 @@ def operands(kind: str, rows: int, outputs: int, inputs: int) -> tuple[list[Any]
     return [normal(100 + i, (rows, inputs), jnp.bfloat16).astype(kept) for i in range(copies)], weights, scale
 
 
-def product(kind: str, config: Config) -> Callable[..., jax.Array]:
+def product(kind: str, config: Config, rows: int) -> Callable[..., jax.Array]:
     if kind == "int4":
         return lambda x, w, scale: int4.int4_product(x, w, scale, None, None, group=128, dtype=x.dtype, config=config)
     options: dict[str, Any] = {"dtype": jnp.bfloat16, "config": config}
     if kind == "both":
-        return lambda x, w, scale: fp8.product_of_rounded(x, jnp.ones((x.shape[0], 1)), w, scale, **options)
+        ones = jnp.ones((rows, 1))
+        return lambda x, w, scale: fp8.product_of_rounded(x, ones, w, scale, count=rows, **options)
     options |= {"group": None, "activations": "none", "upper_bound": None}
     return lambda x, w, scale: fp8.fp8_product(x, w, scale, None, **options)
 
 
 def figure(kind: str, config: Config, given: tuple[list[Any], list[Any], jax.Array]) -> float:
     """Microseconds."""
-    multiply = product(kind, config)
+    multiply = product(kind, config, given[0][0].shape[0])
     program = jax.jit(lambda x, w, scale: [multiply(*pair, scale) for pair in zip(x, w, strict=True)])
     seconds, _ = kernels.measure(lambda: (program, given, len(given[0]), 1.0), repeats=3)
     return 1e6 * statistics.median(seconds)
 
 
+def measured(kind: str, layer: str, rows: int) -> Iterator[dict[str, Any]]:
+    """A line for each configuration."""
+    outputs, inputs = products.PRODUCTS[layer]
+    floor = products.product_floor_us(_FORMS[kind], rows, outputs, inputs)
+    given = operands(kind, rows, outputs, inputs)
+    first = given[0][0], given[1][0], given[2]
+
+    def lower(config: Config) -> None:  # jax-triton keeps what it compiles
+        jax.jit(product(kind, config, rows)).lower(*first)
+
+    with ThreadPoolExecutor(12) as pool:
+        lowered = {config: pool.submit(partial(lower, config)) for config in configs(kind, rows)}
+    for config, done in lowered.items():
+        line: dict[str, Any] = {"layer": layer, "rows": rows, "config": str(config), "floor_us": round(floor, 1)}
+        try:
+            done.result()
+            line["us"] = round(figure(kind, config, given), 2)
+        except Exception as error:
+            line["error"] = f"{type(error).__name__}: {error}"[:200]
+        yield line
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=_FORMS)
-    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--rows", type=int, action="append", help="may be repeated (default: 8)")
     parser.add_argument("--layer", action="append", choices=products.PRODUCTS, help="default: all")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
-    kind, rows = options.kind, options.rows
     kernels._BATCH_S = 0.01
-    figures = []
-    for layer in options.layer or products.PRODUCTS:
-        outputs, inputs = products.PRODUCTS[layer]
-        floor = products.product_floor_us(_FORMS[kind], rows, outputs, inputs)
-        given = operands(kind, rows, outputs, inputs)
-        first = given[0][0], given[1][0], given[2]
-
-        def lower(config: Config, first: Any = first) -> None:  # jax-triton keeps what it compiles
-            jax.jit(product(kind, config)).lower(*first)
-
-        with ThreadPoolExecutor(12) as pool:
-            lowered = {config: pool.submit(partial(lower, config)) for config in configs(kind, rows)}
-        for config, done in lowered.items():
-            line: dict[str, Any] = {"layer": layer, "rows": rows, "config": str(config), "floor_us": round(floor, 1)}
-            try:
-                done.result()
-                line["us"] = round(figure(kind, config, given), 2)
-            except Exception as error:
-                line["error"] = f"{type(error).__name__}: {error}"[:200]
+    layers, figures = options.layer or list(products.PRODUCTS), []
+    for layer, rows in product_of(layers, options.rows or [8]):
+        for line in measured(options.kind, layer, rows):
             figures.append(line)
             print(json.dumps(line), flush=True)
-    options.json.write_text(json.dumps({"kind": kind, "figures": figures}, indent=1))
+    options.json.write_text(json.dumps({"kind": options.kind, "figures": figures}, indent=1))
 
 
 if __name__ == "__main__":

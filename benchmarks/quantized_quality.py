@@ -10,8 +10,8 @@ The model that is not quantized writes texts at temperature 1, and all models re
     agreement      tokens at which a model finds the same one likeliest as the one in bfloat16
     divergence     of its distributions from the other's (Kullback-Leibler), in nats a token
 
-With --kv-cache-dtype fp8 every model, the plain one too, also reads them with keys and values rounded to FP8, by the
-scales of its checkpoint, or as they are.
+With --kv-cache-dtype fp8 models whose checkpoints have scales of keys and values also read them with these rounded to
+FP8, and so does the plain one, by scales of 1 if it has none.
 """
 
 import argparse
@@ -89,21 +89,22 @@ def main() -> None:
         "--quantized-model", action="append", default=[], help="a quantized checkpoint of it; may be repeated"
     )
     parser.add_argument("--quantization", help="of the model while it is read, as of `jpaged serve`")
-    parser.add_argument("--kv-cache-dtype", choices=("fp8",), help="all of them with keys and values in FP8, too")
+    parser.add_argument("--kv-cache-dtype", choices=("fp8",), help="with keys and values in FP8, too")
     parser.add_argument("--texts", type=int, default=24, help="how many (default: 24)")
     parser.add_argument("--max-tokens", type=int, default=200, help="of a text (default: 200)")
+    parser.add_argument("--memory", type=float, default=0.5, help="of the device, to write texts with (default: 0.5)")
     parser.add_argument("--json", type=Path, help="where to write a report")
     args = parser.parse_args()
     plain = Path(models.resolve(args.model)) if args.model else demo_model_path()
 
     length = 64 + args.max_tokens
-    texts = written(plain, args.texts, args.max_tokens, length)
+    texts = written(plain, args.texts, args.max_tokens, length, args.memory)
     reference = load("bfloat16", plain, None)
     results: list[dict[str, Any]] = []
 
     def add(reader: Reader) -> None:
-        variants = [reader, in_fp8(reader, sources[reader.name])] if args.kv_cache_dtype else [reader]
-        for one in variants:
+        narrow = in_fp8(reader, sources[reader.name]) if args.kv_cache_dtype else None
+        for one in (reader, narrow) if narrow is not None else (reader,):
             results.append(compared(reference, one, texts, length))
             print(json.dumps(results[-1]), flush=True)
 
@@ -122,9 +123,10 @@ def main() -> None:
         write_report(args.json, "quantized_quality", vars(args), results)
 
 
-def written(directory: Path, number: int, most: int, length: int) -> list[tuple[list[int], list[int]]]:
+def written(directory: Path, number: int, most: int, length: int, memory: float) -> list[tuple[list[int], list[int]]]:
     """Prompts, and texts that the model wrote."""
-    llm = LLM(str(directory), max_model_len=length, max_num_seqs=32, max_num_batched_tokens=64, verbose=False)
+    options: dict[str, Any] = {"max_num_seqs": 32, "max_num_batched_tokens": 64, "gpu_memory_utilization": memory}
+    llm = LLM(str(directory), max_model_len=length, verbose=False, **options)
     asks = [[{"role": "user", "content": f"Tell me a story about {subject}."}] for subject in SUBJECTS]
     prompts = [llm.engine.tokenizer.apply_chat_template(ask) for ask in asks]
     prompts = [prompts[i % len(prompts)] for i in range(number)]
@@ -138,10 +140,12 @@ def load(name: str, directory: Path, quantization: str | None) -> Reader:
     return Reader(name, model, models.load(model, directory), None)
 
 
-def in_fp8(reader: Reader, directory: Path) -> Reader:
-    """The same with keys and values in FP8."""
+def in_fp8(reader: Reader, directory: Path) -> Reader | None:
+    """The same with keys and values in FP8; None of a quantized model without scales of them."""
     keeps = [state is None for state in reader.model.config.layer_states]
     scales = read_kv_scales("auto", directory, keeps)
+    if set(scales) == {(1.0, 1.0)} and reader.name != "bfloat16":
+        return None
     name = f"{reader.name}, keys and values in FP8" + (" by scales of 1" if set(scales) == {(1.0, 1.0)} else "")
     return Reader(
         name, reader.model, reader.weights, tuple(one for one, is_kept in zip(scales, keeps, strict=True) if is_kept)

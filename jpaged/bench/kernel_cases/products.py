@@ -10,7 +10,6 @@ from jax import lax
 
 from jpaged import pallas_kernels as ops
 from jpaged.bench.kernel_cases.case import CARD_BYTES_S, CARD_FLOPS, L2_BYTES, Built, Case, normal
-from jpaged.pallas_kernels.fp8_product.api import product_of_rounded
 from jpaged.pallas_kernels.round_rows.operands import padded
 
 PRODUCTS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate, up": (28_672, 4096), "down": (4096, 14_336)}
@@ -35,7 +34,7 @@ def product_case(form: str, rows: int, outputs: int, inputs: int, backend: str |
     values = [normal(i, (outputs, inputs), jnp.bfloat16) for i in range(copies)]
     groups = inputs // 128 if form in ("FP8 blocks", "4 bits") else 1
     scale = jnp.full((outputs, groups), 0.01, jnp.float32)
-    product: Callable[..., jax.Array]
+    product: Callable[..., Any]
     if form == "bf16":
         weights, product = values, lambda x, w, _: lax.dot_general(x, w, (((1,), (1,)), ((), ())))
     elif form == "4 bits":
@@ -46,20 +45,21 @@ def product_case(form: str, rows: int, outputs: int, inputs: int, backend: str |
         options: dict[str, Any] = {"group": 128 if groups > 1 else None, "backend": backend}
         product = partial(ops.fp8_product, activations="none" if form == "FP8 weights" else "dynamic", **options)
     del values
-    x = [normal(100 + i, (rows, inputs), jnp.bfloat16) for i in range(copies)]  # products of one x would be joined
+    # Products of one x would be joined.
+    x: list[Any] = [normal(100 + i, (rows, inputs), jnp.bfloat16) for i in range(copies)]
     if form == "rounded FP8":
-        x = [jnp.pad(one, ((0, padded(rows) - rows), (0, 0))).astype(jnp.float8_e4m3fn) for one in x]
-        product = _of_rounded
+        x = [ops.round_rows(one)[0] for one in x]
+        product = partial(_of_rounded, backend)
 
     @jax.jit
-    def program(x: list[jax.Array], weights: list[jax.Array], scale: jax.Array) -> list[jax.Array]:
+    def program(x: list[Any], weights: list[jax.Array], scale: jax.Array) -> list[Any]:
         return [product(one, w, scale) for one, w in zip(x, weights, strict=True)]
 
     return program, (x, weights, scale), copies, 2.0 * rows * outputs * inputs
 
 
-def _of_rounded(x: jax.Array, w: jax.Array, _: jax.Array) -> jax.Array:
-    return product_of_rounded(x, w, jnp.bfloat16)
+def _of_rounded(backend: str | None, x: ops.RoundedRows, w: jax.Array, scale: jax.Array) -> jax.Array | ops.Sums:
+    return ops.rounded_product(x, w, scale[:, 0], backend=backend)
 
 
 _ROUNDED = {"norm": 4096, "attention": 4096, "gate, up": 14_336}
