@@ -159,7 +159,7 @@ def _prompts(engine: LLMEngine, mapper: PlanMapper | None, args: argparse.Namesp
             continue
         for mode in ["never", "never, behind another"] if mapper is None else modes:
             before = _STEPS_BEFORE * step_tokens if mode.endswith("behind another") else 0
-            times, counts = [], {}
+            times, counts = list[float](), _Found()
             for _ in range(1 + _PROMPT_ROUNDS):  # the first one warms up, and leaves its pages
                 if mapper is not None:
                     mapper.maps_ahead = not mode.startswith("in the step")
