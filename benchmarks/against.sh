@@ -11,7 +11,7 @@
 #
 # Throughput runs other, this, this, other (TURNS); the two of a pair show the spread. OPTIONS are added to its command.
 # Serving starts both servers at once, each with two fifths of the GPU's memory, and loads them in turns, ROUNDS times (5)
-# at the rate and BURSTS times (2) at once, so that no measurement depends on one process alone. OUT gets a report for
+# at the rate (REQUESTS in place of so many) and BURSTS times (2) at once, so that no measurement depends on one process alone. OUT gets a report for
 # each run. The first run of each checkout compiles, unless JPAGED_CACHE_DIR holds its programs. Compare two reports with
 # `python benchmarks/compare.py OTHER.json THIS.json`. Of the other checkout, the package `jpaged` is enough.
 set -uo pipefail
@@ -90,8 +90,8 @@ for step in "$@"; do
     case $step in
         throughput-0.6b) in_turns 150 throughput qwen3-0.6b ;;
         throughput-8b) in_turns 200 throughput llama-3.1-8b ;;
-        serving-0.6b) serving qwen3-0.6b 50 800 ;;
-        serving-8b) serving llama-3.1-8b 25 500 ;;
+        serving-0.6b) serving qwen3-0.6b 50 "${REQUESTS:-800}" ;;
+        serving-8b) serving llama-3.1-8b 25 "${REQUESTS:-500}" ;;
         *)
             echo "unknown step $step; see the top of $0" >&2
             exit 2 ;;
