@@ -11,9 +11,10 @@
 #
 # Throughput runs other, this, this, other (TURNS); the two of a pair show the spread. OPTIONS are added to its command.
 # Serving starts both servers at once, each with two fifths of the GPU's memory, and loads them in turns, ROUNDS times (5)
-# at the rate (REQUESTS in place of so many) and BURSTS times (2) at once, so that no measurement depends on one process alone. OUT gets a report for
-# each run. The first run of each checkout compiles, unless JPAGED_CACHE_DIR holds its programs. Compare two reports with
-# `python benchmarks/compare.py OTHER.json THIS.json`. Of the other checkout, the package `jpaged` is enough.
+# at the rate (REQUESTS, if set, instead of so many) and BURSTS times (2) at once, so that no measurement depends on one
+# process alone. OUT gets a report for each run. The first run of each checkout compiles, unless JPAGED_CACHE_DIR holds
+# its programs. Compare two reports with `python benchmarks/compare.py OTHER.json THIS.json`. Of the other checkout, the
+# package `jpaged` is enough.
 set -uo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
 other=$(cd "${1:?the directory of another checkout}" && pwd)
