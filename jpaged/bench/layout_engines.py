@@ -102,12 +102,10 @@ def _steps(
     """Decode steps of `rows` sequences, by the clock, and their tokens."""
     if args.context >= _WARM_TOKENS:  # below which the timed steps need no page
         decode(engine, args.rows, 1, 16)
-    # Pages stay where sequences had them, and the scheduler foresees only what it never gave a slot: the thread's run
-    # comes first, where none are mapped.
     for mapping in ("never",) if mapper is None else ("ahead", "done before", "in the step"):
         if mapper is not None:
             mapper.maps_ahead = mapping != "in the step"
-            if mapping == "in the step":
+            if mapping != "done before":  # pages stay where sequences had them
                 _unmap(engine, mapper)
         before = _counts(mapper)
         times, tokens = decode(engine, args.rows, args.context, args.steps)
@@ -200,9 +198,10 @@ def _first_token(
 
 
 def _unmap(engine: LLMEngine, mapper: PlanMapper) -> None:
-    """Takes the pages from all places. Nothing runs on the host."""
+    """Takes the pages from all places, which the scheduler no longer counts on. No request is unfinished."""
     jax.block_until_ready(engine.startup.runner.pools)
     mapper.empty_places()
+    engine.core.scheduler.slots.forget_former_tenants()
 
 
 def _counts(mapper: PlanMapper | None) -> tuple[int, float, int, float]:
