@@ -39,7 +39,8 @@ _WARM_TOKENS = 128
 
 _PROMPT_ROUNDS = 3
 _STEPS_BEFORE = 4
-"""That another prompt takes, if the engine takes one so long. The first few are dispatched at once; what comes behind them waits for their results."""
+"""That another prompt takes, if the engine takes one so long. The first few are dispatched at once; what comes behind
+them waits for their results."""
 
 _Found = dict[str, Any]
 
