@@ -38,8 +38,9 @@ _WARM_TOKENS = 128
 """More than the sequences have that run before an engine's steps are timed: the first steps of a process are slow."""
 
 _PROMPT_ROUNDS = 3
-_STEPS_BEFORE = 2
-"""That another prompt takes, of which the second is dispatched at once, and the next one when the first has run."""
+_STEPS_BEFORE = 4
+"""That another prompt takes, if the engine takes one so long. The first few are dispatched at once; what comes behind
+them waits for their results."""
 
 _Found = dict[str, Any]
 
@@ -102,12 +103,10 @@ def _steps(
     """Decode steps of `rows` sequences, by the clock, and their tokens."""
     if args.context >= _WARM_TOKENS:  # below which the timed steps need no page
         decode(engine, args.rows, 1, 16)
-    # Pages stay where sequences had them, and the scheduler foresees only what it never gave a slot: the thread's run
-    # comes first, where none are mapped.
     for mapping in ("never",) if mapper is None else ("ahead", "done before", "in the step"):
         if mapper is not None:
             mapper.maps_ahead = mapping != "in the step"
-            if mapping == "in the step":
+            if mapping != "done before":  # pages stay where sequences had them
                 _unmap(engine, mapper)
         before = _counts(mapper)
         times, tokens = decode(engine, args.rows, args.context, args.steps)
@@ -145,21 +144,22 @@ def _prompts(engine: LLMEngine, mapper: PlanMapper | None, args: argparse.Namesp
     beside the chunks    the first chunk's before its step, the others' by the thread meanwhile
     left                 before: those of the slot's last request (the paper's deferred reclamation)
 
-    and, where it waits for a prompt that fills two steps, from that one's first token on:
+    and, where it waits for a prompt that fills four steps, from that one's first token on:
 
     in the step, behind another
     ahead, behind another           by the thread, while the other's steps run (the paper's eager allocation)
     """
     rng = np.random.default_rng(args.seed)
     limits = engine.request_limits()
-    step_tokens = min(limits.max_num_batched_tokens, (limits.max_model_len - 1) // _STEPS_BEFORE)
+    steps_before = max(1, min(_STEPS_BEFORE, (limits.max_model_len - 1) // limits.max_num_batched_tokens))
+    step_tokens = min(limits.max_num_batched_tokens, limits.max_model_len - 1)
     modes = ["in the step", "beside the chunks", "left", "in the step, behind another", "ahead, behind another"]
     for length in args.prompt_lengths:
         if length >= limits.max_model_len:
             continue
         for mode in ["never", "never, behind another"] if mapper is None else modes:
-            before = _STEPS_BEFORE * step_tokens if mode.endswith("behind another") else 0
-            times, counts = [], {}
+            before = [step_tokens] * (steps_before if mode.endswith("behind another") else 0)
+            times, counts = list[float](), _Found()
             for _ in range(1 + _PROMPT_ROUNDS):  # the first one warms up, and leaves its pages
                 if mapper is not None:
                     mapper.maps_ahead = not mode.startswith("in the step")
@@ -173,21 +173,21 @@ def _prompts(engine: LLMEngine, mapper: PlanMapper | None, args: argparse.Namesp
 
 
 def _first_token(
-    engine: LLMEngine, mapper: PlanMapper | None, rng: np.random.Generator, length: int, before: int
+    engine: LLMEngine, mapper: PlanMapper | None, rng: np.random.Generator, length: int, before: Sequence[int]
 ) -> tuple[float, _Found]:
     """Seconds until a prompt's first token, and what was mapped for it.
 
-    before: tokens of a prompt that is computed before it, where that is not 0.
+    before: tokens of a prompt that is computed before it, step by step; none where that is empty.
     """
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
     engine.reset_prefix_cache()
     size = engine.startup.model.config.vocab_size
-    for name, count in (("before", before), ("prompt", length)):
+    for name, count in (("before", sum(before)), ("prompt", length)):
         if count:
             engine.add_request(name, {"prompt_token_ids": rng.integers(0, size, count).tolist()}, params)
     counts = _counts(mapper)
     begun = ended = time.perf_counter()
-    for _ in range(_STEPS_BEFORE if before else 0):
+    for _ in before:
         engine.step()  # dispatches one of the other's steps
         counts = _counts(mapper)  # what is mapped from here on is for the prompt
     while engine.has_unfinished_requests():
@@ -200,9 +200,10 @@ def _first_token(
 
 
 def _unmap(engine: LLMEngine, mapper: PlanMapper) -> None:
-    """Takes the pages from all places. Nothing runs on the host."""
+    """Takes the pages from all places, which the scheduler no longer counts on. No request is unfinished."""
     jax.block_until_ready(engine.startup.runner.pools)
     mapper.empty_places()
+    engine.core.scheduler.slots.forget_former_tenants()
 
 
 def _counts(mapper: PlanMapper | None) -> tuple[int, float, int, float]:

@@ -245,6 +245,7 @@ def serve(sockets: Sequence[socket.socket], pulse: Pulse, control: socket.socket
     if start is None:
         return True
     connections = [Connection(sock) for sock in sockets]
+    pulse.rest()
     begun = time.monotonic()
     try:
         check_one_host(start.args)
@@ -253,7 +254,7 @@ def serve(sockets: Sequence[socket.socket], pulse: Pulse, control: socket.socket
             args = replace(args, skip_tokenizer_init=True)  # text is the clients' business
         engine = LLMEngine(args)
         if engine.startup.on_first_use is not None:
-            engine.startup.on_first_use.before = pulse.rest  # to compile is not to hang
+            engine.startup.on_first_use.before = pulse.rest  # to compile takes long
     except Exception as error:  # JAX and the operating system have many; whoever started this is told
         _send_last(connections, wire.Failed(type(error).__name__, str(error)))
         return False
