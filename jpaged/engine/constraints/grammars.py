@@ -59,10 +59,10 @@ LEAST_HALVED = 64
 """So many rows run in one step, even where all constrained rows are ready at once."""
 
 _NO_SLOTS = np.zeros((0,), np.int64)
-_PATIENCE_S = 0.01
+_PATIENCE_S = 0.002
 """The longest that ready rows wait for others whose masks are in the making."""
-_ENOUGH = 3
-"""A step is worth its while with one in so many of all constrained rows."""
+_ENOUGH, _ENOUGH_OF_HALVES = 0.75, 0.33
+"""Shares of all constrained rows with which a step is worth its while."""
 _CHUNKS_COST = 0.3
 """What a step takes longer with chunks, as a share of what a step without takes; estimated, not measured."""
 _WAIT_S = 0.0002
@@ -319,16 +319,19 @@ class ConstrainedRows(DependentRows):
     def _gains_company(self, num_queued: int | None) -> bool:
         """Whether rows that could run now will have run as soon, and with more others, if they are planned later.
 
-        A step takes the host and the device hardly longer with more rows, so few large steps are best; two, so that one
-        runs while the masks of the other's rows are made. Rows wait for slow masks of others at most `_PATIENCE_S`.
+        A step takes the host and the device hardly longer with more rows, so few large steps are best: one of nearly
+        all rows, which takes less time than two of a part each; or, of many rows, two, so that one runs while the host
+        sees to the other's rows. Rows wait for slow masks of others at most `_PATIENCE_S`.
         """
         num_here = len(self._come) + int(np.count_nonzero(self._is_ready))
         if num_queued is None or not num_here:
             self._waits_since = None
             return False
-        if num_queued > 1:
+        num_all = int(np.count_nonzero(self._slots.kind == self.number))
+        in_halves = num_all > LEAST_HALVED
+        if num_queued > in_halves:
             return True
-        if not self._in_making or _ENOUGH * num_here >= int(np.count_nonzero(self._slots.kind == self.number)):
+        if not self._in_making or num_here >= (_ENOUGH_OF_HALVES if in_halves else _ENOUGH) * num_all:
             return False
         now = time.perf_counter()
         if self._waits_since is None:
