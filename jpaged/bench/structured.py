@@ -156,7 +156,7 @@ def measure_unseen(llm: LLM, count: int, seed: int) -> dict[str, Any]:
     for i in range(2 * (count + 1)):
         schema = StructuredOutputsParams(json=unseen_schema(rng)) if i % 2 else None
         params = SamplingParams(temperature=1.0, max_tokens=1, detokenize=False, structured_outputs=schema)
-        prompt = {"prompt_token_ids": rng.integers(0, llm.engine.vocab_size, 32).tolist()}
+        prompt: list[int] = rng.integers(0, llm.engine.vocab_size, 32).tolist()
         begun = time.perf_counter()
         llm.generate([prompt], [params], use_tqdm=False)
         if i > 1:  # the first ones may start what later ones find

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jpaged.api.structured_outputs import StructuredOutputsParams
-from jpaged.text.frames import NO_TOKEN
-from jpaged.text.grammar_process import Changes, Compiled, Follow
+from jpaged.text.grammar_process import Changes, Compiled, Follow, Place
 from jpaged.text.grammar_shards import Processes, Shard, take_all
 
 _QUICK_S = 0.02
@@ -94,6 +93,15 @@ class Guide:
         """Whether its processes run."""
         return self.grammar.process.is_alive
 
+    def note(self, tokens: Sequence[int], place: Place) -> None:
+        """Notes that it has been moved. tokens: that were sampled, as of `GrammarCompiler.advance`. place: where it
+        stands.
+        """
+        if not (place.failure or place.is_refused):
+            self.followed.append(tokens[place.num_refused])
+            if place.forced:
+                self.followed.extend(place.forced)
+
     def _leave(self) -> None:
         shard, self._shard = self._shard, None
         if shard is not None:
@@ -123,17 +131,15 @@ def changes_of(guides: Sequence[Guide]) -> Changes:
 
 def follow_message(
     guides: Sequence[Guide],
-    tokens: Sequence[Sequence[int]],
+    tokens: np.ndarray,
     guessed: Sequence[bool],
     last: Sequence[int],
 ) -> Follow:
     """What a shard is asked of guides of its own, one at least; arguments as of `GrammarCompiler.advance`."""
-    most = max(map(len, tokens))
-    packed = [token for of_guide in tokens for token in (*of_guide, *[NO_TOKEN] * (most - len(of_guide)))]
     return Follow(
         changes_of(guides),
         [guide.number for guide in guides],
-        np.array(packed, np.int32).tobytes(),
+        tokens.astype(np.int32).tobytes(),
         list(guessed),
         list(last),
     )

@@ -168,7 +168,7 @@ class MadeUpGrammars:
 
     def advance(self, guides, tokens, guessed, last):
         time.sleep(self.delay_s)
-        return [self._answer(*one) for one in zip(guides, tokens, guessed, last, strict=True)]
+        return [self._answer(*one) for one in zip(guides, tokens.tolist(), guessed, last, strict=True)]
 
     def make_masks(self, guides, before):
         time.sleep(self.delay_s)
@@ -191,7 +191,6 @@ class MadeUpGrammars:
             self.num_later += taken > 0
         else:
             assert not last
-            assert len(tokens) == 1
         place = Place(needs_mask=False) if last >> taken & 1 else self._place(guide, tokens[taken])
         return place._replace(num_refused=taken)
 

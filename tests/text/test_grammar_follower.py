@@ -48,7 +48,7 @@ def job_of(guides, tokens, guessed):
     return SimpleNamespace(
         slots=list(range(count)),
         guides=guides,
-        tokens=[tokens] * count,
+        tokens=np.array([tokens] * count),
         guessed=[guessed] * count,
         last=[0] * count,
         before=[None] * count,
@@ -80,7 +80,7 @@ def test_sequences_are_spread_over_shards_which_say_what_one_alone_says(compiler
     for text in "ab":
         follower.put(job_of(guides, [token_of(tokenizer, text)], False))
         places, masks = answers(follower, 10)
-        (expected,) = compiler.advance([alone], [[token_of(tokenizer, text)]], [False], [0])
+        (expected,) = compiler.advance([alone], np.array([[token_of(tokenizer, text)]]), [False], [0])
         (mask,) = compiler.make_masks([alone], [None])
         assert set(places.values()) == {expected}
         assert all(made.tolist() == mask.tolist() for made in masks.values())

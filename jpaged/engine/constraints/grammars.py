@@ -381,24 +381,20 @@ class ConstrainedRows(DependentRows):
     def take(self, step_id: int, slots: np.ndarray, rows: np.ndarray, result: StepResult) -> Taken:
         """Hands the tokens of sequences that go on to the maker, and those that were guessed, which are held back."""
         before: dict[int, list[int]] = {}
-        job = Job([], [], [], [], [], [])
+        job = Job([], [], result.token_ids, [], [], [])
+        asked: list[int] = []
         is_told = np.ones((len(rows),), np.bool_)
         own = slots[rows]
-        codes, tokens, lengths = result.finish_codes[rows].tolist(), result.token_ids[rows].tolist(), []
-        lengths = self._slots.num_known[own].tolist()
-        if result.ranked is not None:
-            ranked = result.ranked[rows].tolist()
-        else:
-            ranked = tokens
-        for i, (slot, code) in enumerate(zip(own.tolist(), codes, strict=True)):
+        tokens = (result.token_ids if result.ranked is None else result.ranked)[rows]
+        listed, lengths = tokens.tolist(), self._slots.num_known[own].tolist()
+        for i, (slot, code) in enumerate(zip(own.tolist(), result.finish_codes[rows].tolist(), strict=True)):
             sequence = self._by_slot[slot]
             assert sequence is not None
             if self._is_open[slot]:
                 is_told[i] = False
-                of_slot = ranked[i]
                 is_full = lengths[i] + 1 >= sequence.max_len
-                self._held[slot] = _Held(of_slot, code, is_full)
-                job.last.append(-1 if is_full else _places_of(sequence.stops, of_slot))
+                self._held[slot] = _Held(listed[i], code, is_full)
+                job.last.append(-1 if is_full else _places_of(sequence.stops, listed[i]))
                 job.guessed.append(True)
                 job.before.append(None)
             else:
@@ -410,16 +406,17 @@ class ConstrainedRows(DependentRows):
                     sequence.forced.popleft()
                     self._come.append(slot)
                     continue
-                of_slot = tokens[i]
                 job.last.append(0)
                 job.guessed.append(False)
                 job.before.append(sequence.mask)
             job.slots.append(slot)
             job.guides.append(sequence.guide)
-            job.tokens.append(of_slot)
-        if job.slots:
+            asked.append(i)
+        if asked:
+            if result.ranked is not None:  # rows that truncate rank nothing
+                tokens[:, 0] = result.token_ids[rows, 0]
             self._in_making.update(job.slots)
-            self._maker.put(job)
+            self._maker.put(job._replace(tokens=tokens[asked]))
         return Taken(rows[is_told], [], before, num_held=len(rows) - int(np.count_nonzero(is_told)))
 
     def failed(self) -> list[tuple[Ended, list[int]]]:

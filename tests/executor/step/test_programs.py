@@ -192,8 +192,8 @@ def test_a_stop_token_ends_the_slot_on_the_device(model, weights, runner):
 
 @pytest.mark.parametrize("form", ["few", "whole", "again", "later"])
 def test_a_slot_whose_guess_was_refused_samples_again_as_if_it_had_had_its_mask(setup, weights, programs, form):
-    """What it guessed had ended it; the slot beside it goes on unmoved, and guesses afterwards. Later: of what it ranked
-    another token is allowed, and nothing is sampled again.
+    """What it guessed had ended it; the slot beside it goes on unmoved, and guesses afterwards. Later: another token of
+    what it ranked is allowed, and nothing is sampled again.
     """
     prompts = [np.arange(3, 9, dtype=np.int32), np.arange(20, 25, dtype=np.int32)]
     sampling = replace(GREEDY, structured_outputs=StructuredOutputsParams(regex="unused"))
