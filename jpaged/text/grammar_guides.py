@@ -15,6 +15,8 @@ from jpaged.text.grammar_shards import Processes, Shard, take_all
 
 _QUICK_S = 0.02
 """A constraint that is compiled within this may be compiled while a shard's other sequences wait."""
+_MORE_IN_KNOWN = 4
+"""Sequences that a shard may have more than another one that would have to compile the constraint first."""
 
 
 class CompiledGrammar:
@@ -80,11 +82,11 @@ class Guide:
 
     @property
     def shard(self) -> Shard:
-        """The one that follows it: of those that may, that which has the fewest."""
+        """The one that follows it: of those that may, that which has the fewest, rather one that knows the grammar."""
         if self._shard is None:
-            grammar = self.grammar
-            shards = grammar.process.shards if grammar.is_quick else grammar.shards.copy()
-            self._shard = min(shards, key=lambda shard: shard.num_live)
+            known = self.grammar.shards.copy()
+            shards = self.grammar.process.shards if self.grammar.is_quick else known
+            self._shard = min(shards, key=lambda shard: shard.num_live + (0 if shard in known else _MORE_IN_KNOWN))
             self._shard.num_live += 1
         return self._shard
 

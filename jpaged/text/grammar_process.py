@@ -89,7 +89,7 @@ class Changes(msgspec.Struct, array_like=True):
 
 
 class Follow(msgspec.Struct, array_like=True, tag=True):
-    """guessed: of which guides it is to be said which of their tokens may follow. tokens: int32 [guides, most] in bytes:
+    """guessed: of which guides it is to be said which of their tokens may follow. tokens: int32 [guides, most], packed:
     the token of each guide, or, where it is guessed, tokens in order of preference, NO_TOKEN behind the last. last: for
     each guide a bit for each of its tokens that would end its sequence.
     """

@@ -85,7 +85,10 @@ def test_sequences_are_spread_over_shards_which_say_what_one_alone_says(compiler
         assert set(places.values()) == {expected}
         assert all(made.tolist() == mask.tolist() for made in masks.values())
     assert len(masks) == 10
-    assert sorted(shard.num_live for shard in compiler._process.shards) == [3, 4, 4]
+    live = [shard.num_live for shard in compiler._process.shards]
+    assert sum(live) == 11
+    assert max(live) - min(live) <= grammar_guides._MORE_IN_KNOWN
+    assert min(live) > 0
     del guides[:], alone
     assert [shard.num_live for shard in compiler._process.shards] == [0, 0, 0]
     assert len(shards_of(compiler)) == NUM_SHARDS
@@ -112,14 +115,14 @@ def test_of_what_was_guessed_the_first_allowed_token_counts(compiler, tokenizer)
 def test_whichever_shard_dies_its_sequences_go_on_in_others_and_nobody_waits_for_it(compiler, tokenizer, which):
     a = token_of(tokenizer, "a")
     grammar = compiler.compile(Structured(regex="[ab]{3}")).result()
-    guides = [grammar.begin(False, i % 2 > 0) for i in range(6)]
+    guides = [grammar.begin(False, i % 2 > 0) for i in range(12)]
     follower = compiler.follower()
     follower.put(job_of(guides, [a], False))
-    before, _ = answers(follower, 6)
+    before, _ = answers(follower, 12)
     process = compiler._process
     os.kill(shards_of(compiler)[which], signal.SIGKILL)
     follower.put(job_of(guides, [a], False))
-    after, masks = answers(follower, 6)
+    after, masks = answers(follower, 12)
     assert compiler._process is not process
     assert {place.failure for place in (*before.values(), *after.values())} == {""}
     assert all(guide.followed.tolist() == [a, a] for guide in guides)
