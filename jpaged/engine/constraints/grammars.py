@@ -142,6 +142,7 @@ class ConstrainedRows(DependentRows):
         self._come: list[int] = []  # slots whose masks have come, but which are not ready yet
         self._planned = np.zeros((0,), np.int64)
         self._has_failed = False
+        self._has_taken = False  # something has come from the maker since `collect`
         self._keeps_back = False  # rows that are ready wait for others
         self._waits_since: float | None = None  # when the first of them became ready
 
@@ -266,6 +267,7 @@ class ConstrainedRows(DependentRows):
 
     def collect(self) -> Confirmed | None:
         """Takes in what has come from the maker. Returns the guesses that are allowed."""
+        self._has_taken = False
         self._take_all()
         if not self._confirmed:
             return None
@@ -323,20 +325,32 @@ class ConstrainedRows(DependentRows):
         all rows, which takes less time than two of a part each; or, of many rows, two, so that one runs while the host
         sees to the other's rows. Rows wait for slow masks of others at most `_PATIENCE_S`.
         """
-        num_here = len(self._come) + int(np.count_nonzero(self._is_ready))
-        if num_queued is None or not num_here:
+        if num_queued is None or not self._num_here:
             self._waits_since = None
             return False
-        num_all = int(np.count_nonzero(self._slots.kind == self.number))
-        in_halves = num_all > LEAST_HALVED
-        if num_queued > in_halves:
+        if num_queued > (self._num_all > LEAST_HALVED):
             return True
-        if not self._in_making or num_here >= (_ENOUGH_OF_HALVES if in_halves else _ENOUGH) * num_all:
+        if self._are_enough():
             return False
         now = time.perf_counter()
         if self._waits_since is None:
             self._waits_since = now
         return now - self._waits_since < _PATIENCE_S
+
+    @property
+    def _num_here(self) -> int:
+        """Rows that could run now."""
+        return len(self._come) + int(np.count_nonzero(self._is_ready))
+
+    @property
+    def _num_all(self) -> int:
+        return int(np.count_nonzero(self._slots.kind == self.number))
+
+    def _are_enough(self) -> bool:
+        """Whether a step of the rows that could run now is worth its while, or no others are to come."""
+        num_all = self._num_all
+        share = _ENOUGH_OF_HALVES if num_all > LEAST_HALVED else _ENOUGH
+        return not self._in_making or self._num_here >= share * num_all
 
     def rows(self) -> np.ndarray:
         """The slots whose masks are there; of more than half of all constrained rows, a half."""
@@ -344,8 +358,7 @@ class ConstrainedRows(DependentRows):
             return _NO_SLOTS
         ready = np.flatnonzero(self._is_ready)
         if len(ready) > LEAST_HALVED:
-            half = -(-int(np.count_nonzero(self._slots.kind == self.number)) // 2)
-            ready = ready[: max(half, LEAST_HALVED)]
+            ready = ready[: max(-(-self._num_all // 2), LEAST_HALVED)]
         return ready
 
     def planned(self, step_id: int, rows: np.ndarray) -> None:
@@ -435,7 +448,7 @@ class ConstrainedRows(DependentRows):
     @property
     def has_news(self) -> bool:
         """Whether `collect`, `prepare` or `may_queue` would find something."""
-        return self._maker.has_news or bool(self._confirmed) or (bool(self._come) and not self._keeps_back)
+        return self._has_taken or self._maker.has_news or bool(self._confirmed) or (bool(self._come) and not self._keeps_back)
 
     @property
     def awaits(self) -> bool:
@@ -443,12 +456,19 @@ class ConstrainedRows(DependentRows):
         return bool(self._in_making)
 
     def wait(self) -> bool:
-        """Waits a moment for masks and grammars in the making."""
+        """Waits a moment for masks and grammars in the making: to plan takes longer than what most of them do."""
         if (self._come and not self._keeps_back) or self._has_failed or self._confirmed:
             return True
         if not self._in_making and not self._compiling:
             return False
-        self._maker.wait(_WAIT_S)
+        ends = time.perf_counter() + _WAIT_S
+        while (left := ends - time.perf_counter()) > 0:
+            self._maker.wait(left)
+            if self._maker.has_news:
+                self._take_all()
+                self._has_taken = True
+            if self._are_enough():
+                break
         return True
 
     def close(self) -> None:
