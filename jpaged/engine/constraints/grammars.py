@@ -448,7 +448,8 @@ class ConstrainedRows(DependentRows):
     @property
     def has_news(self) -> bool:
         """Whether `collect`, `prepare` or `may_queue` would find something."""
-        return self._has_taken or self._maker.has_news or bool(self._confirmed) or (bool(self._come) and not self._keeps_back)
+        is_held = bool(self._confirmed) or (bool(self._come) and not self._keeps_back)
+        return self._has_taken or is_held or self._maker.has_news
 
     @property
     def awaits(self) -> bool:
