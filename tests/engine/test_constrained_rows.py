@@ -19,7 +19,8 @@ import pytest
 
 from jpaged.api.errors import InvalidParameterError
 from jpaged.api.structured_outputs import StructuredOutputsParams
-from jpaged.engine.constraints.grammars import LEAST_HALVED, ConstrainedRows
+from jpaged.engine.constraints.company import LEAST_HALVED
+from jpaged.engine.constraints.grammars import ConstrainedRows
 from jpaged.engine.constraints.searches import Searches
 from jpaged.engine.interface import NO_TOKEN, CacheGroup
 from jpaged.text.grammar_process import Place
