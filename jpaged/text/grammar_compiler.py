@@ -88,14 +88,15 @@ class GrammarCompiler:
     def advance(
         self,
         guides: Sequence[Guide],
-        tokens: Sequence[Sequence[int]],
+        tokens: np.ndarray,
         guessed: Sequence[bool],
         last: Sequence[int],
     ) -> list[Place]:
         """Moves each guide past a token, and past what this forces. Waits.
 
-        tokens: of each guide the one that was sampled under its mask; or, where it is guessed, some in order of
-        preference, of which the first that may follow counts. last: a bit for each of them that ends its sequence.
+        tokens: int32 [guides, most]; of each guide the one that was sampled under its mask, first; or, where it is
+        guessed, some in order of preference, of which the first that may follow counts.
+        last: a bit for each of them that ends its sequence.
 
         Returns: where each guide stands.
         """
@@ -124,15 +125,20 @@ class GrammarCompiler:
                         waiting.popleft().made = made
                 return message is None or not waiting
 
-            columns = [[column[i] for i in some] for column in (tokens, guessed, last)]
-            _ask(shard, follow_message(own, *columns), answer)
-        every = zip(guides, tokens, places, guessed, last, strict=True)
-        return [self.followed(*one) for one in every]
+            message = follow_message(own, tokens[some], [guessed[i] for i in some], [last[i] for i in some])
+            _ask(shard, message, answer)
+        every = zip(guides, tokens.tolist(), places, guessed, last, strict=True)
+        return [self._followed(*one) for one in every]
 
     def resume(self, guide: Guide, token_ids: Sequence[int]) -> Place:
         """Moves a guide past many tokens at once, of which some were forced; as `advance`. Waits."""
         place = self._resume(guide, token_ids, (), 0)
-        return self._noted(guide, token_ids, self._revived(guide, token_ids, (), 0) if place is ENDED else place)
+        if place is ENDED:
+            place = self._revived(guide, token_ids, (), 0)
+        if not place.failure:
+            guide.followed.extend(token_ids)
+            guide.followed.extend(place.forced)
+        return place
 
     def make_masks(self, guides: Sequence[Guide], before: Sequence[np.ndarray | None]) -> "list[np.ndarray | str]":
         """What may follow where guides stand. Waits.
@@ -166,9 +172,10 @@ class GrammarCompiler:
             if guide.made is not None:
                 made, guide.made = guide.made, None
                 return changed(made, before)
-            place = self._noted(guide, (), self._revived(guide, (), (), 0))
+            place = self._revived(guide, (), (), 0)
             if place.failure:
                 return place.failure
+            guide.followed.extend(place.forced)
         return ENDED.failure
 
     def _resume(self, guide: Guide, token_ids: Sequence[int], guesses: Sequence[int], last: int) -> Place:
@@ -184,13 +191,15 @@ class GrammarCompiler:
         _ask(guide.shard, Resume(changes_of([guide]), guide.number, list(token_ids), list(guesses), last), answer)
         return places[0]
 
-    def followed(self, guide: Guide, tokens: Sequence[int], place: Place, guessed: bool, last: int) -> Place:
-        """Notes that a guide has been moved past a token; moves it in other processes if its own have ended, which
-        takes time. Arguments: as of `advance`. place, and what is returned: where it stands.
+    def _followed(self, guide: Guide, tokens: list[int], place: Place, guessed: bool, last: int) -> Place:
+        """Notes that a guide has been moved past a token; moves it in other processes if its own have ended.
+
+        tokens: of the guide. place, and what is returned: where it stands.
         """
         if place is ENDED:
             place = self._revived(guide, () if guessed else tokens[:1], tokens if guessed else (), last)
-        return self._noted(guide, (tokens[place.num_refused],), place)
+        guide.note(tokens, place)
+        return place
 
     def _revived(self, guide: Guide, token_ids: Sequence[int], guesses: Sequence[int], last: int) -> Place:
         """Moves a guide in other processes than its own, which have ended."""
@@ -201,12 +210,6 @@ class GrammarCompiler:
         except JPagedError as error:
             return Place(failure=str(error))
         return self._resume(guide, [*guide.followed, *token_ids], guesses, last)
-
-    def _noted(self, guide: Guide, token_ids: Sequence[int], place: Place) -> Place:
-        if not place.failure and not place.is_refused:
-            guide.followed.extend(token_ids)
-            guide.followed.extend(place.forced)
-        return place
 
     def _alive(self, grammar: CompiledGrammar) -> CompiledGrammar:
         """A grammar in the process that runs. Raises JPagedError if it cannot be compiled there."""

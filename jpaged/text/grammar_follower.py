@@ -30,12 +30,11 @@ class Follows(Protocol):
 
     def knows(self, guide: Guide) -> bool: ...
     def advance(
-        self, guides: Sequence[Guide], tokens: Sequence[Sequence[int]], guessed: Sequence[bool], last: Sequence[int]
+        self, guides: Sequence[Guide], tokens: np.ndarray, guessed: Sequence[bool], last: Sequence[int]
     ) -> Sequence[Place]: ...
     def make_masks(
         self, guides: Sequence[Guide], before: Sequence[np.ndarray | None]
     ) -> Sequence["np.ndarray | str"]: ...
-    def followed(self, guide: Guide, tokens: Sequence[int], place: Place, guessed: bool, last: int) -> Place: ...
 
 
 class Part(NamedTuple):
@@ -43,7 +42,7 @@ class Part(NamedTuple):
 
     slots: list[int]
     guides: list[Guide]
-    tokens: list[Sequence[int]]
+    tokens: np.ndarray
     guessed: list[bool]
     last: list[int]
     before: list[np.ndarray | None]
@@ -144,23 +143,25 @@ class Follower:
                     shard.fail()
 
     def _ask(self, shard: Shard, part: Part) -> None:
-        compiler, answers = self._compiler, self._answers
+        answers = self._answers
         waiting: deque[int] = deque()
         told: list[bool] = []
+        tokens = part.tokens.tolist()
 
         def answer(message: Followed | Made | None) -> bool:
             if isinstance(message, Followed):
                 told.append(True)
-                every = zip(part.guides, part.tokens, message.places, part.guessed, part.last, strict=True)
-                places = [compiler.followed(*one) for one in every]
-                waiting.extend(i for i, place in enumerate(places) if place.waits)
-                answers.append(Answer(part.slots, places, None))
+                for i, (guide, place) in enumerate(zip(part.guides, message.places, strict=True)):
+                    guide.note(tokens[i], place)
+                    if place.needs_mask and not place.failure:
+                        waiting.append(i)
+                answers.append(Answer(part.slots, message.places, None))
             elif message is not None:
                 some = [waiting.popleft() for _ in message.masks]
                 masks = [changed(made, part.before[i]) for i, made in zip(some, message.arrays, strict=True)]
                 answers.append(Answer([part.slots[i] for i in some], None, masks))
             elif told:
-                self._revive(_part(part, list(waiting))._replace(tokens=[]))
+                self._revive(_part(part, list(waiting))._replace(tokens=part.tokens[:0]))
             else:
                 self._revive(part)
             return message is None or not waiting
@@ -179,8 +180,10 @@ class Follower:
 
 
 def _part(job: Any, some: list[int]) -> Part:
-    columns = (job.slots, job.guides, job.tokens, job.guessed, job.last, job.before)
-    return Part(*([column[i] for i in some] for column in columns))
+    slots, guides, guessed, last, before = (
+        [column[i] for i in some] for column in (job.slots, job.guides, job.guessed, job.last, job.before)
+    )
+    return Part(slots, guides, job.tokens[some], guessed, last, before)
 
 
 def _revive(
@@ -195,7 +198,7 @@ def _revive(
     while (part := parts.get()) is not None:
         try:
             waiting = list(range(len(part.slots)))
-            if part.tokens:
+            if len(part.tokens):
                 places = compiler.advance(part.guides, part.tokens, part.guessed, part.last)
                 late.put(Answer(part.slots, places, None))
                 waiting = [i for i, place in enumerate(places) if place.waits]

@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jpaged.api.structured_outputs import StructuredOutputsParams
-from jpaged.text.frames import NO_TOKEN
-from jpaged.text.grammar_process import Changes, Compiled, Follow
+from jpaged.text.grammar_process import Changes, Compiled, Follow, Place
 from jpaged.text.grammar_shards import Processes, Shard, take_all
 
 _QUICK_S = 0.02
 """A constraint that is compiled within this may be compiled while a shard's other sequences wait."""
+_MORE_IN_KNOWN = 4
+"""Sequences that a shard may have more than another one that would have to compile the constraint first."""
 
 
 class CompiledGrammar:
@@ -81,11 +82,11 @@ class Guide:
 
     @property
     def shard(self) -> Shard:
-        """The one that follows it: of those that may, that which has the fewest."""
+        """The one that follows it: of those that may, that which has the fewest, rather one that knows the grammar."""
         if self._shard is None:
-            grammar = self.grammar
-            shards = grammar.process.shards if grammar.is_quick else grammar.shards.copy()
-            self._shard = min(shards, key=lambda shard: shard.num_live)
+            known = self.grammar.shards.copy()
+            shards = self.grammar.process.shards if self.grammar.is_quick else known
+            self._shard = min(shards, key=lambda shard: shard.num_live + (0 if shard in known else _MORE_IN_KNOWN))
             self._shard.num_live += 1
         return self._shard
 
@@ -93,6 +94,15 @@ class Guide:
     def is_alive(self) -> bool:
         """Whether its processes run."""
         return self.grammar.process.is_alive
+
+    def note(self, tokens: Sequence[int], place: Place) -> None:
+        """Notes that it has been moved. tokens: that were sampled, as of `GrammarCompiler.advance`. place: where it
+        stands.
+        """
+        if not (place.failure or place.is_refused):
+            self.followed.append(tokens[place.num_refused])
+            if place.forced:
+                self.followed.extend(place.forced)
 
     def _leave(self) -> None:
         shard, self._shard = self._shard, None
@@ -123,17 +133,15 @@ def changes_of(guides: Sequence[Guide]) -> Changes:
 
 def follow_message(
     guides: Sequence[Guide],
-    tokens: Sequence[Sequence[int]],
+    tokens: np.ndarray,
     guessed: Sequence[bool],
     last: Sequence[int],
 ) -> Follow:
     """What a shard is asked of guides of its own, one at least; arguments as of `GrammarCompiler.advance`."""
-    most = max(map(len, tokens))
-    packed = [token for of_guide in tokens for token in (*of_guide, *[NO_TOKEN] * (most - len(of_guide)))]
     return Follow(
         changes_of(guides),
         [guide.number for guide in guides],
-        np.array(packed, np.int32).tobytes(),
+        tokens.astype(np.int32).tobytes(),
         list(guessed),
         list(last),
     )

@@ -40,7 +40,7 @@ from jpaged.text.guides import FollowedGrammar, Guide, Vocabulary, few_tokens
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-_PORTION_S = 0.0005
+_PORTION_S = 0.001
 """Masks are sent when so much time has been spent on them: those of other sequences need not wait for slow ones."""
 _COMPILER_STACK_BYTES = 4 * STACK_BYTES
 """Of virtual memory; what the checking process could compile can be compiled here."""
@@ -89,7 +89,7 @@ class Changes(msgspec.Struct, array_like=True):
 
 
 class Follow(msgspec.Struct, array_like=True, tag=True):
-    """guessed: of which guides it is to be said which of their tokens may follow. tokens: int32 [guides, most], as bytes:
+    """guessed: of which guides it is to be said which of their tokens may follow. tokens: int32 [guides, most], packed:
     the token of each guide, or, where it is guessed, tokens in order of preference, NO_TOKEN behind the last. last: for
     each guide a bit for each of its tokens that would end its sequence.
     """
@@ -148,7 +148,7 @@ class MakeMasks(msgspec.Struct, array_like=True, tag=True):
 
 
 class Made(msgspec.Struct, array_like=True, tag=True):
-    """For the next guides that wait for masks the tokens that may follow, int32 [n], if they are few; or uint32 [words].
+    """For the next guides that wait for masks the tokens that may follow, int32 [n], if they are few; or uint32 words.
     few: which of them are of the first form. failures: why some have none, by their places in these lists.
     """
 

@@ -19,7 +19,8 @@ import pytest
 
 from jpaged.api.errors import InvalidParameterError
 from jpaged.api.structured_outputs import StructuredOutputsParams
-from jpaged.engine.constraints.grammars import LEAST_HALVED, ConstrainedRows
+from jpaged.engine.constraints.company import LEAST_HALVED
+from jpaged.engine.constraints.grammars import ConstrainedRows
 from jpaged.engine.constraints.searches import Searches
 from jpaged.engine.interface import NO_TOKEN, CacheGroup
 from jpaged.text.grammar_process import Place
@@ -168,7 +169,7 @@ class MadeUpGrammars:
 
     def advance(self, guides, tokens, guessed, last):
         time.sleep(self.delay_s)
-        return [self._answer(*one) for one in zip(guides, tokens, guessed, last, strict=True)]
+        return [self._answer(*one) for one in zip(guides, tokens.tolist(), guessed, last, strict=True)]
 
     def make_masks(self, guides, before):
         time.sleep(self.delay_s)
@@ -191,7 +192,6 @@ class MadeUpGrammars:
             self.num_later += taken > 0
         else:
             assert not last
-            assert len(tokens) == 1
         place = Place(needs_mask=False) if last >> taken & 1 else self._place(guide, tokens[taken])
         return place._replace(num_refused=taken)
 

@@ -18,7 +18,7 @@ from jpaged.api.structured_outputs import StructuredOutputsParams as Structured
 from jpaged.assets import demo_model_path
 from jpaged.text import grammar_compiler, grammars
 from jpaged.text.grammar_compiler import GrammarCompiler
-from jpaged.text.grammar_shards import Processes, take_all
+from jpaged.text.grammar_shards import take_all
 from jpaged.text.grammars import GrammarCheck, GrammarTokenizer
 from jpaged.text.guides import FollowedGrammar, Guide, Vocabulary
 from jpaged.text.tokenizer import Tokenizer
@@ -73,7 +73,7 @@ def allowed(mask: np.ndarray) -> list[int]:
 def advance(compiler, guides, tokens, masks):
     """Moves guides past tokens that were sampled under masks. Returns what is forced, or why they cannot go on."""
     n = len(guides)
-    places = compiler.advance(guides, [[token] for token in tokens], [False] * n, [0] * n)
+    places = compiler.advance(guides, np.array(tokens)[:, None], [False] * n, [0] * n)
     fine = [i for i in range(n) if not places[i].failure]
     assert all(places[i].needs_mask for i in fine)
     for i, made in zip(fine, masks_of(compiler, *(guides[i] for i in fine)), strict=True):
@@ -282,18 +282,18 @@ def test_a_guess_is_refused_where_its_token_is_not_in_the_mask_and_nowhere_else(
             others = np.setdiff1d(np.arange(VOCAB_SIZE), may)
             tried = {EOS, *rng.choice(others, 2).tolist()} if turn % 15 > 7 else set()
             for wrong in tried - set(may):
-                (place,) = compiler.advance([guide], [[wrong]], [True], [int(wrong == EOS)])
+                (place,) = compiler.advance([guide], np.array([[wrong]]), [True], [int(wrong == EOS)])
                 assert place.is_refused
                 assert (masks_of(compiler, guide)[0] == mask).all()
                 num_refused += 1
             token = EOS if EOS in may and rng.random() < 0.3 else int(rng.choice(may))
-            (place,) = compiler.advance([guide], [[token]], [True], [int(token == EOS)])
+            (place,) = compiler.advance([guide], np.array([[token]]), [True], [int(token == EOS)])
             assert (place.is_refused, place.failure) == (False, "")
             num_allowed += 1
             if token == EOS:
                 assert not place.needs_mask
                 break
-            (expected,) = compiler.advance([masked], [[token]], [False], [0])
+            (expected,) = compiler.advance([masked], np.array([[token]]), [False], [0])
             assert (place.forced, expected.needs_mask) == (expected.forced, True)
             num_unneeded += not place.needs_mask
             (mask,) = masks_of(compiler, masked)
@@ -307,10 +307,10 @@ def test_a_guide_guesses_where_most_tokens_are_allowed_and_while_its_guesses_hol
     guide = grammar.begin(False, True)
 
     def then(text, guessed):
-        (place,) = compiler.advance([guide], [[token_of[text]]], [guessed], [0])
+        (place,) = compiler.advance([guide], np.array([[token_of[text]]]), [guessed], [0])
         return "refused" if place.is_refused else "mask" if place.needs_mask else "guess"
 
-    compiler.advance([guide], [tokenizer.encode("a", add_special_tokens=False)[-1:]], [False], [0])
+    compiler.advance([guide], np.array([tokenizer.encode("a", add_special_tokens=False)[-1:]]), [False], [0])
     assert then("b", True) == "guess"
     assert then("!", True) == "refused"
     masks_of(compiler, guide)
@@ -391,9 +391,9 @@ def test_after_a_refused_guess_32_must_hold_in_a_row_before_places_that_allow_fe
 def test_an_equal_mask_is_the_array_of_before(compiler, tokenizer, expression):
     (a,) = tokenizer.encode("a", add_special_tokens=False)[-1:]
     guide = compiler.compile(Structured(regex=expression)).result().begin(False)
-    compiler.advance([guide], [[a]], [False], [0])
+    compiler.advance([guide], np.array([[a]]), [False], [0])
     (first,) = compiler.make_masks([guide], [None])
-    compiler.advance([guide], [[a]], [False], [0])
+    compiler.advance([guide], np.array([[a]]), [False], [0])
     assert compiler.make_masks([guide], [first])[0] is first
     assert compiler.make_masks([guide], [first + 1])[0] is not first
 
@@ -403,9 +403,9 @@ def test_where_the_process_has_died_a_guess_is_checked_in_another(given, tokeniz
     (a,), (z,) = (tokenizer.encode(text, add_special_tokens=False)[-1:] for text in ("a", "z"))
     compiler = GrammarCompiler(lambda: given, VOCAB_SIZE)
     guide = compiler.compile(Structured(regex="[ab]{3}")).result().begin(False, True)
-    compiler.advance([guide], [[a]], [True], [0])
+    compiler.advance([guide], np.array([[a]]), [True], [0])
     os.kill(compiler._process.pid, signal.SIGKILL)
-    (place,) = compiler.advance([guide], [[a if is_allowed else z]], [True], [0])
+    (place,) = compiler.advance([guide], np.array([[a if is_allowed else z]]), [True], [0])
     assert (place.is_refused, place.failure) == (not is_allowed, "")
     os.kill(compiler._process.pid, signal.SIGKILL)
     (mask,) = masks_of(compiler, guide)

@@ -41,11 +41,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 import numpy as np
 
+from jpaged.engine.constraints.company import Company, are_enough, gain_by_chunks, most_together
+from jpaged.engine.constraints.constrained_sequence import ANY, AllowedGuess, ConstrainedSequence, HeldGuess, places_of
 from jpaged.engine.constraints.dependent_rows import Confirmed, DependentRows, Ended, Taken
 from jpaged.engine.constraints.mask_maker import Grammar, Grammars, Job, Place, Result
 from jpaged.engine.interface import NO_TOKEN, FinishCode, SamplingVariant, StepResult
@@ -55,61 +55,9 @@ from jpaged.engine.sequences.group import SequenceGroup
 from jpaged.engine.sequences.request import Group, Request
 from jpaged.engine.sequences.slots import Slots
 
-LEAST_HALVED = 64
-"""So many rows run in one step, even where all constrained rows are ready at once."""
-
 _NO_SLOTS = np.zeros((0,), np.int64)
-_PATIENCE_S = 0.01
-"""The longest that ready rows wait for others whose masks are in the making."""
-_ENOUGH = 3
-"""A step is worth its while with one in so many of all constrained rows."""
-_CHUNKS_COST = 0.3
-"""What a step takes longer with chunks, as a share of what a step without takes; estimated, not measured."""
 _WAIT_S = 0.0002
 """The longest wait for a mask or a grammar before the engine looks for new requests."""
-
-
-_ANY = np.array([NO_TOKEN], np.int32)
-"""The mask of a row that guesses: all tokens. One that guesses again has all but those behind the first."""
-
-
-class _Held(NamedTuple):
-    """What was guessed, until it is known which of it is allowed. tokens: best first. code: the `FinishCode` of the
-    first. is_full: whether each of them ends the sequence by its length.
-    """
-
-    tokens: list[int]
-    code: int
-    is_full: bool
-
-
-class _Confirmed(NamedTuple):
-    """A guess that is allowed. ends_here: it ends the sequence, which the device does not know."""
-
-    token: int
-    code: int
-    ends_here: bool
-
-
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    """One constrained sequence.
-
-    forced: tokens that must come next. mask: what may come after them, as of `StepPlan.masks`.
-    skips: whether forced tokens may be appended without being sampled.
-    stops, max_len: tokens, and a length, that end it.
-    unreported: appended tokens that its caller has not been told of.
-    failure: why the grammar cannot be followed further.
-    """
-
-    guide: Any
-    forced: deque[int]
-    mask: np.ndarray
-    skips: bool
-    stops: frozenset[int]
-    max_len: int
-    unreported: list[int] = field(default_factory=list)
-    failure: str = ""
 
 
 class ConstrainedRows(DependentRows):
@@ -128,22 +76,23 @@ class ConstrainedRows(DependentRows):
         self._maker = grammars.follower()
         self._compiling: dict[str, Future[Grammar]] = {}
         self._compiled: dict[str, Grammar] = {}
-        self._sequences: dict[Request, _Sequence] = {}
-        self._by_slot: list[_Sequence | None] = [None] * num_slots
+        self._sequences: dict[Request, ConstrainedSequence] = {}
+        self._by_slot: list[ConstrainedSequence | None] = [None] * num_slots
         self._masks: list[np.ndarray | None] = [None] * num_slots  # what each slot's next token must keep to
         self._sent: list[np.ndarray | None] = [None] * num_slots  # what the device has
         self._is_open = [False] * num_slots  # under that mask a row guesses: its token need not be allowed
         self._is_catching_up = np.zeros((num_slots,), np.bool_)  # forced tokens are being computed
         self._in_making: set[int] = set()  # slots whose last token the maker has, or whose mask it makes
-        self._held: dict[int, _Held] = {}  # guesses that it checks, by slot
-        self._confirmed: dict[int, _Confirmed] = {}  # those that are allowed, but not stored yet
+        self._held: dict[int, HeldGuess] = {}  # guesses that it checks, by slot
+        self._confirmed: dict[int, AllowedGuess] = {}  # those that are allowed, but not stored yet
         self._refused: set[int] = set()  # slots that are to go back by a token on the device, too
         self._replaced: dict[int, int] = {}  # last tokens of slots that the device has others for
         self._come: list[int] = []  # slots whose masks have come, but which are not ready yet
         self._planned = np.zeros((0,), np.int64)
         self._has_failed = False
+        self._has_taken = False  # something has come from the maker since `collect`
         self._keeps_back = False  # rows that are ready wait for others
-        self._waits_since: float | None = None  # when the first of them became ready
+        self._company = Company()
 
     def group_of(self, request: Request) -> SequenceGroup | None:
         """The group of a request with structured_outputs, which begin to be compiled."""
@@ -179,7 +128,7 @@ class ConstrainedRows(DependentRows):
             sequence = self._sequences.get(member)
             if sequence is None:
                 grammar, sampling = self._compiled[member.request_id], member.sampling
-                sequence = _Sequence(
+                sequence = ConstrainedSequence(
                     grammar.begin(sampling.ignore_eos, self._may_guess(member)),
                     deque(grammar.forced),
                     grammar.mask,
@@ -198,7 +147,7 @@ class ConstrainedRows(DependentRows):
         """Whether a token that is sampled among all, if it is allowed, is the one that its mask would have led to."""
         return self._guesses and request.variant <= SamplingVariant.SAMPLING
 
-    def _follow(self, sequence: _Sequence, token_ids: Sequence[int]) -> None:
+    def _follow(self, sequence: ConstrainedSequence, token_ids: Sequence[int]) -> None:
         """Moves a new sequence past tokens that it has generated in another engine."""
         tokens = deque(token_ids)
         while sequence.forced and tokens:
@@ -209,17 +158,17 @@ class ConstrainedRows(DependentRows):
             sequence.forced.extend(place.forced)
             self._fail(sequence, place.failure)
             if not place.failure:
-                made = self._grammars.make_masks([sequence.guide], [None]) if place.needs_mask else [_ANY]
+                made = self._grammars.make_masks([sequence.guide], [None]) if place.needs_mask else [ANY]
                 self._set_made(sequence, made[0])
 
-    def _set_made(self, sequence: _Sequence, made: np.ndarray | str) -> None:
+    def _set_made(self, sequence: ConstrainedSequence, made: np.ndarray | str) -> None:
         """Takes a mask, or why there is none."""
         if isinstance(made, str):
             self._fail(sequence, made)
         else:
             sequence.mask = made
 
-    def _fail(self, sequence: _Sequence, failure: str) -> None:
+    def _fail(self, sequence: ConstrainedSequence, failure: str) -> None:
         sequence.failure, self._has_failed = failure, self._has_failed or bool(failure)
 
     def begins(self, group: Group, slots: Sequence[int]) -> None:
@@ -266,6 +215,7 @@ class ConstrainedRows(DependentRows):
 
     def collect(self) -> Confirmed | None:
         """Takes in what has come from the maker. Returns the guesses that are allowed."""
+        self._has_taken = False
         self._take_all()
         if not self._confirmed:
             return None
@@ -290,12 +240,13 @@ class ConstrainedRows(DependentRows):
         """Rows whose masks have come, or who guess, are ready. Returns the sequences whose forced tokens are to be
         computed.
         """
-        self._keeps_back = self._gains_company(num_queued)
+        self._keeps_back = self._company.gains(num_queued, self._num_here, self._num_all, self._are_enough())
         if self._keeps_back:
             return []
         come, self._come = self._come, []
         catching_up, ready = [], []
-        appends = self._gains_by_chunks(come)
+        sequences = [sequence for slot in come if (sequence := self._by_slot[slot]) is not None]
+        appends = gain_by_chunks(sum(len(sequence.forced) for sequence in sequences), len(sequences))
         for slot in come:
             sequence, request = self._by_slot[slot], self._slots.requests[slot]
             if sequence is None or request is None or sequence.failure:
@@ -309,45 +260,30 @@ class ConstrainedRows(DependentRows):
             self.made_ready(np.array(ready, np.int64))
         return catching_up
 
-    def _gains_by_chunks(self, come: list[int]) -> bool:
-        """Whether forced tokens are to be appended. That saves their sequences as many steps, but keeps all rows of the
-        step that computes them as chunks: it takes longer than one of decode rows alone.
-        """
-        sequences = [sequence for slot in come if (sequence := self._by_slot[slot]) is not None]
-        return sum(len(sequence.forced) for sequence in sequences) > _CHUNKS_COST * len(sequences)
+    @property
+    def _num_here(self) -> int:
+        """Rows that could run now."""
+        return len(self._come) + int(np.count_nonzero(self._is_ready))
 
-    def _gains_company(self, num_queued: int | None) -> bool:
-        """Whether rows that could run now will have run as soon, and with more others, if they are planned later.
+    @property
+    def _num_all(self) -> int:
+        return int(np.count_nonzero(self._slots.kind == self.number))
 
-        A step takes the host and the device hardly longer with more rows, so few large steps are best; two, so that one
-        runs while the masks of the other's rows are made. Rows wait for slow masks of others at most `_PATIENCE_S`.
-        """
-        num_here = len(self._come) + int(np.count_nonzero(self._is_ready))
-        if num_queued is None or not num_here:
-            self._waits_since = None
-            return False
-        if num_queued > 1:
-            return True
-        if not self._in_making or _ENOUGH * num_here >= int(np.count_nonzero(self._slots.kind == self.number)):
-            return False
-        now = time.perf_counter()
-        if self._waits_since is None:
-            self._waits_since = now
-        return now - self._waits_since < _PATIENCE_S
+    def _are_enough(self) -> bool:
+        """Whether a step of the rows that could run now is worth its while, or no others are to come."""
+        return not self._in_making or are_enough(self._num_here, self._num_all)
 
     def rows(self) -> np.ndarray:
         """The slots whose masks are there; of more than half of all constrained rows, a half."""
         if self._keeps_back:
             return _NO_SLOTS
         ready = np.flatnonzero(self._is_ready)
-        if len(ready) > LEAST_HALVED:
-            half = -(-int(np.count_nonzero(self._slots.kind == self.number)) // 2)
-            ready = ready[: max(half, LEAST_HALVED)]
-        return ready
+        return ready[: most_together(self._num_all)]
 
     def planned(self, step_id: int, rows: np.ndarray) -> None:
         super().planned(step_id, rows)
-        self._planned, self._waits_since = rows, None
+        self._planned = rows
+        self._company.left()
 
     def contribute(self, plan: PlanInProgress) -> None:
         """Adds the masks that the device does not have yet, of the rows that sample in this plan."""
@@ -378,24 +314,20 @@ class ConstrainedRows(DependentRows):
     def take(self, step_id: int, slots: np.ndarray, rows: np.ndarray, result: StepResult) -> Taken:
         """Hands the tokens of sequences that go on to the maker, and those that were guessed, which are held back."""
         before: dict[int, list[int]] = {}
-        job = Job([], [], [], [], [], [])
+        job = Job([], [], result.token_ids, [], [], [])
+        asked: list[int] = []
         is_told = np.ones((len(rows),), np.bool_)
         own = slots[rows]
-        codes, tokens, lengths = result.finish_codes[rows].tolist(), result.token_ids[rows].tolist(), []
-        lengths = self._slots.num_known[own].tolist()
-        if result.ranked is not None:
-            ranked = result.ranked[rows].tolist()
-        else:
-            ranked = tokens
-        for i, (slot, code) in enumerate(zip(own.tolist(), codes, strict=True)):
+        tokens = (result.token_ids if result.ranked is None else result.ranked)[rows]
+        listed, lengths = tokens.tolist(), self._slots.num_known[own].tolist()
+        for i, (slot, code) in enumerate(zip(own.tolist(), result.finish_codes[rows].tolist(), strict=True)):
             sequence = self._by_slot[slot]
             assert sequence is not None
             if self._is_open[slot]:
                 is_told[i] = False
-                of_slot = ranked[i]
                 is_full = lengths[i] + 1 >= sequence.max_len
-                self._held[slot] = _Held(of_slot, code, is_full)
-                job.last.append(-1 if is_full else _places_of(sequence.stops, of_slot))
+                self._held[slot] = HeldGuess(listed[i], code, is_full)
+                job.last.append(-1 if is_full else places_of(sequence.stops, listed[i]))
                 job.guessed.append(True)
                 job.before.append(None)
             else:
@@ -407,16 +339,17 @@ class ConstrainedRows(DependentRows):
                     sequence.forced.popleft()
                     self._come.append(slot)
                     continue
-                of_slot = tokens[i]
                 job.last.append(0)
                 job.guessed.append(False)
                 job.before.append(sequence.mask)
             job.slots.append(slot)
             job.guides.append(sequence.guide)
-            job.tokens.append(of_slot)
-        if job.slots:
+            asked.append(i)
+        if asked:
+            if result.ranked is not None:  # rows that truncate rank nothing
+                tokens[:, 0] = result.token_ids[rows, 0]
             self._in_making.update(job.slots)
-            self._maker.put(job)
+            self._maker.put(job._replace(tokens=tokens[asked]))
         return Taken(rows[is_told], [], before, num_held=len(rows) - int(np.count_nonzero(is_told)))
 
     def failed(self) -> list[tuple[Ended, list[int]]]:
@@ -435,7 +368,8 @@ class ConstrainedRows(DependentRows):
     @property
     def has_news(self) -> bool:
         """Whether `collect`, `prepare` or `may_queue` would find something."""
-        return self._maker.has_news or bool(self._confirmed) or (bool(self._come) and not self._keeps_back)
+        is_held = bool(self._confirmed) or (bool(self._come) and not self._keeps_back)
+        return self._has_taken or is_held or self._maker.has_news
 
     @property
     def awaits(self) -> bool:
@@ -443,12 +377,19 @@ class ConstrainedRows(DependentRows):
         return bool(self._in_making)
 
     def wait(self) -> bool:
-        """Waits a moment for masks and grammars in the making."""
+        """Waits a moment for masks and grammars in the making: to plan takes longer than what most of them do."""
         if (self._come and not self._keeps_back) or self._has_failed or self._confirmed:
             return True
         if not self._in_making and not self._compiling:
             return False
-        self._maker.wait(_WAIT_S)
+        ends = time.perf_counter() + _WAIT_S
+        while (left := ends - time.perf_counter()) > 0:
+            self._maker.wait(left)
+            if self._maker.has_news:
+                self._take_all()
+                self._has_taken = True
+            if self._are_enough():
+                break
         return True
 
     def close(self) -> None:
@@ -493,26 +434,26 @@ class ConstrainedRows(DependentRows):
             self._confirmed[slot] = self._confirm(slot, sequence, held, place.num_refused)
         if not place.needs_mask:
             if held is None or not place.is_refused:
-                sequence.mask = _ANY
+                sequence.mask = ANY
             else:
                 refused = [token for token in held.tokens if token != NO_TOKEN]
                 sequence.mask = np.append(sequence.mask, np.array(refused, np.int32))
             self._in_making.discard(slot)
             self._come.append(slot)
 
-    def _confirm(self, slot: int, sequence: _Sequence, held: _Held, num_refused: int) -> _Confirmed:
+    def _confirm(self, slot: int, sequence: ConstrainedSequence, held: HeldGuess, num_refused: int) -> AllowedGuess:
         """The token that counts. What the device knows of the slot's end is of the first one."""
         token = held.tokens[num_refused]
         if not num_refused:
-            return _Confirmed(token, held.code, False)
+            return AllowedGuess(token, held.code, False)
         if token in sequence.stops:
-            return _Confirmed(token, FinishCode.STOP, held.code == FinishCode.RUNNING)
+            return AllowedGuess(token, FinishCode.STOP, held.code == FinishCode.RUNNING)
         if held.is_full:
-            return _Confirmed(token, FinishCode.LENGTH, False)
+            return AllowedGuess(token, FinishCode.LENGTH, False)
         self._replaced[slot] = token
-        return _Confirmed(token, FinishCode.RUNNING, False)
+        return AllowedGuess(token, FinishCode.RUNNING, False)
 
-    def _append_forced(self, slot: int, sequence: _Sequence, request: Request) -> bool:
+    def _append_forced(self, slot: int, sequence: ConstrainedSequence, request: Request) -> bool:
         """Appends what is forced and fits the slot's last block. The sequence's last token is always sampled, so that
         the device ends it.
         """
@@ -533,15 +474,8 @@ class ConstrainedRows(DependentRows):
         self._is_catching_up[slot] = True
         return True
 
-    def _set_mask(self, slot: int, sequence: _Sequence) -> None:
+    def _set_mask(self, slot: int, sequence: ConstrainedSequence) -> None:
         mask = sequence.mask
         if sequence.forced:
             mask = np.array([sequence.forced[0]], np.int32)
         self._masks[slot] = mask
-
-
-def _places_of(stops: frozenset[int], tokens: list[int]) -> int:
-    """A bit for each of the tokens that is one of the stops."""
-    if stops.isdisjoint(tokens):
-        return 0
-    return sum(1 << i for i, token in enumerate(tokens) if token in stops)

@@ -91,15 +91,15 @@ class Grammars(Protocol):
 class Job(NamedTuple):
     """What these slots sampled.
 
-    tokens: of each the one that was sampled under its mask; or, where it was guessed, some in order of preference, of
-        which the first that may follow counts.
+    tokens: int32 [slots, most]; of each the one that was sampled under its mask, first; or, where it was guessed, some
+        in order of preference, of which the first that may follow counts. NO_TOKEN behind the last.
     last: a bit for each of a slot's tokens that ends its sequence, so that nothing need be known of what follows.
     before: the last mask of each.
     """
 
     slots: list[int]
     guides: list[Any]
-    tokens: list[Sequence[int]]
+    tokens: np.ndarray
     guessed: list[bool]
     last: list[int]
     before: list[np.ndarray | None]
