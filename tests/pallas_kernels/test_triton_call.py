@@ -81,18 +81,19 @@ with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env=environment)
 
 
-def test_triton_takes_arguments_where_pytorch_was_hidden():
+@pytest.mark.parametrize("hidden_first", [True, False])
+def test_triton_takes_arguments_where_pytorch_was_hidden(hidden_first):
     """On a GPU jax-triton asks Triton about every argument, and Triton asks whether it is a tensor of what stands for
     PyTorch among the imported modules.
     """
-    program = """if True:
-        from jpaged.host.imports import keep_torch_out
-        keep_torch_out()
-        from jpaged.pallas_kernels.common import triton_call
-        from triton._C.libtriton import native_specialize_impl
-        from triton.backends.nvidia.compiler import CUDABackend
-        print(*[native_specialize_impl(CUDABackend, x, False, True, True)[0] for x in (1, 2.0)])
-    """
+    steps = ["from jpaged.host.imports import keep_torch_out; keep_torch_out()"]
+    steps.insert(hidden_first, "from jpaged.pallas_kernels.common import triton_call")
+    steps += [
+        "from triton._C.libtriton import native_specialize_impl",
+        "from triton.backends.nvidia.compiler import CUDABackend",
+        "print(*[native_specialize_impl(CUDABackend, x, False, True, True)[0] for x in (1, 2.0)])",
+    ]
+    program = "\n".join(steps)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stdout.split()) == (0, ["constexpr", "fp32"]), done.stderr
