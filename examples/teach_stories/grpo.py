@@ -57,6 +57,9 @@ class Trainer:
         self.module = module
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(learning_rate))
         self._optimizer = nnx.Optimizer(module, optimizer, wrt=nnx.Param)
+        # Its counters begin on no device in particular and end on the weights': the second step would compile again.
+        (device,) = jax.tree.leaves(nnx.state(module))[0].devices()
+        nnx.update(self._optimizer, jax.device_put(nnx.state(self._optimizer), device))
 
         def logprobs(module: Any, batch: Batch) -> jax.Array:
             return token_logprobs(model, module, batch.tokens, batch.lengths, batch_invariant=batch_invariant)
