@@ -272,11 +272,10 @@ def _write_with_jpaged(case: TinyModel, directory: Path, dtype: str) -> None:
 
     model = models.build(models.ModelConfig.from_dict(case.config), "float32")
     shapes = dict(zip(model.parameter_names, model.abstract_weights, strict=True))
-    arrays = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
+    arrays = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
     for piece in model.pieces:
-        drawn = jnp.asarray(draw(case, piece.tensor, piece.shape))
-        arrays[piece.parameter] = piece.place(arrays[piece.parameter], drawn)
-    models.save_pretrained(model, tuple(arrays.values()), directory, dtype)
+        piece.place(arrays[piece.parameter], draw(case, piece.tensor, piece.shape))
+    models.save_pretrained(model, tuple(map(jnp.asarray, arrays.values())), directory, dtype)
 
 
 def _llama(name: str, family: str = "Llama", **changes: Any) -> TinyModel:
