@@ -29,7 +29,7 @@ from jpaged.models.config import ModelConfig, inner_columns
 from jpaged.models.config_reader import ConfigReader
 from jpaged.models.grouped_linear import GroupedLinear, GroupedProduct, Rows
 from jpaged.models.layers import GatedMLP
-from jpaged.models.linear import PartialSum, PlainLinear, Reader
+from jpaged.models.linear import PartialSum, PlainLinear, Reader, UnnormedRows
 from jpaged.models.parameters import Constant, parameter
 from jpaged.models.residual import ExpertCounts
 from jpaged.pallas_kernels import (
@@ -197,7 +197,7 @@ class Held(NamedTuple):
     number: int
 
 
-class Router(nnx.Module):
+class Router(Reader):
     """Picks each token's experts. Every shard has all of it."""
 
     def __init__(self, config: SparseConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
@@ -208,21 +208,30 @@ class Router(nnx.Module):
         start, wide = Constant(0.0), jnp.dtype(jnp.float32)
         self.correction = parameter(rngs, start, (experts,), wide) if config.routing.biased else None
 
+    def takes_unnormed(self, x: jax.Array, backend: str | None) -> bool:
+        return self.gate.bias is None and self.gate.takes_unnormed(x, backend)
+
     def __call__(
         self,
-        x: jax.Array,
+        x: jax.Array | UnnormedRows,
         *,
         held: Held | None = None,
         live: jax.Array | None = None,
         backend: str | None = "xla",
-    ) -> RoutedTokens:
-        """x: [T, hidden]. held: the experts that are here; None for all. live: bool [T], tokens that are no padding;
-        None for all. backend: of the grouped products; gradients need "xla"."""
-        logits = self.gate(x, jnp.dtype(jnp.float32))
+    ) -> tuple[RoutedTokens, jax.Array]:
+        """Routes tokens; also returns x as an array.
+
+        x: [T, hidden], or `UnnormedRows` where it takes them. held: the experts that are here; None for all. live: bool
+        [T], tokens that are no padding; None for all. backend: of the grouped products; gradients need "xla".
+        """
+        if isinstance(x, UnnormedRows):
+            logits, x = x.and_times(self.gate.matrix(), jnp.dtype(jnp.float32))
+        else:
+            logits = self.gate(x, jnp.dtype(jnp.float32))
         if self.routing.zipf:
             logits = self.routing.skewed(logits)
         correction = None if self.correction is None else self.correction[...]
-        return route_rows(logits, self.routing, correction, held=held, live=live, backend=backend)
+        return route_rows(logits, self.routing, correction, held=held, live=live, backend=backend), x
 
 
 def route_rows(
@@ -397,22 +406,26 @@ class SparseMLP(Reader):
         self.shared = GatedMLP(shared, config.activation, dtype, rngs) if config.shared_size else None
         self.shared_gate = PlainLinear((hidden,), (1,), hidden**-0.5, dtype, rngs) if config.shared_gate else None
 
+    def takes_unnormed(self, x: jax.Array, backend: str | None) -> bool:
+        return self.router.takes_unnormed(x, backend)
+
     def __call__(
         self,
-        x: jax.Array,
+        x: jax.Array | UnnormedRows,
         backend: str | None = "xla",
         live: jax.Array | None = None,
         counts: ExpertCounts | None = None,
     ) -> PartialSum:
         """[T, hidden] -> [T, hidden].
 
+        x: an array, or `UnnormedRows` where it takes them.
         backend: of `pallas_kernels.gated_grouped_product` and its companions; gradients need "xla".
         live: bool [T], see `residual.Kernels`; for other tokens no expert is read, and the routed experts give zeros.
         counts: counts the tokens of each expert.
         """
         first = self.collectives.first(self.held_experts)
         held = Held(first, self.held_experts) if self.held_experts else None
-        experts, weights, rows = self.router(x, held=held, live=live, backend=backend)
+        (experts, weights, rows), x = self.router(x, held=held, live=live, backend=backend)
         if counts is not None:
             counts.count(experts)
         total = PartialSum(self.experts(x, experts - first, weights, backend, rows))

@@ -28,6 +28,7 @@ from jpaged.pallas_kernels.contiguous_attention.addresses import Addresses
 from jpaged.pallas_kernels.contiguous_attention.api import contiguous_attention
 from jpaged.pallas_kernels.decode_attention.api import decode_attention
 from jpaged.pallas_kernels.expanded_attention.api import Expansion, expanded_attention
+from jpaged.pallas_kernels.few_rows_product.api import few_rows_product, few_rows_product_backend
 from jpaged.pallas_kernels.fp8_product.api import fp8_product
 from jpaged.pallas_kernels.gated_delta_rule.api import gated_delta_rule
 from jpaged.pallas_kernels.gated_product.api import gated_product
@@ -43,6 +44,7 @@ from jpaged.pallas_kernels.registry import register_backend, register_implementa
 from jpaged.pallas_kernels.rope_and_write.api import rope_and_write, split_latents, split_qkv
 from jpaged.pallas_kernels.round_rows.api import round_rows
 from jpaged.pallas_kernels.round_rows.operands import RoundedRows, Sums
+from jpaged.pallas_kernels.rounded_product.api import rounded_product
 from jpaged.pallas_kernels.route_tokens.api import route_tokens, route_tokens_backend
 from jpaged.pallas_kernels.route_tokens.choice import ExpertChoice
 from jpaged.pallas_kernels.route_tokens.rows import RoutedTokens, SortedRows
@@ -68,6 +70,8 @@ __all__ = [
     "copy_blocks",
     "decode_attention",
     "expanded_attention",
+    "few_rows_product",
+    "few_rows_product_backend",
     "fp8_product",
     "gated_delta_rule",
     "gated_grouped_product",
@@ -84,6 +88,7 @@ __all__ = [
     "register_implementation",
     "rope_and_write",
     "round_rows",
+    "rounded_product",
     "route_tokens",
     "route_tokens_backend",
     "sample_tokens",

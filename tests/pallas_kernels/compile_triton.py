@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from jpaged import pallas_kernels as ops
 from jpaged.pallas_kernels.common.triton_targets import FAMILY, SHARED_BYTES
+from jpaged.pallas_kernels.round_rows.operands import type_of_sums
 from tests.support.triton_compile import compiled, launches
 
 Shape = jax.ShapeDtypeStruct
@@ -179,6 +180,21 @@ def routing() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
         yield f"route_tokens {tokens} x {experts}, {choice.score}", op, arguments
 
 
+def few_rows() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+    """The product of few rows, of Qwen3-30B-A3B's queries, keys and values, attention's output and router."""
+    for rows, depth, columns, dtype, what in (
+        (8, 2048, 5120, jnp.bfloat16, "norm"),
+        (16, 4096, 2048, jnp.float16, "residual"),
+        (8, 2048, 128, jnp.bfloat16, "both"),
+    ):
+        arguments: dict[str, Any] = {"x": Shape((rows, depth), dtype), "w": Shape((depth, columns), dtype)}
+        arguments |= {} if what == "residual" else {"norm": Shape((depth,), dtype)}
+        arguments |= {"residual": Shape((rows, columns), dtype)} if what == "residual" else {}
+        options: dict[str, Any] = {"gives_normed": True, "dtype": jnp.float32} if what == "both" else {}
+        name = f"few_rows_product {rows} x {depth} x {columns} {jnp.dtype(dtype)}, {what}"
+        yield name, partial(ops.few_rows_product, **options), arguments
+
+
 def few_bits_of_experts() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     """The grouped products in few bits of Qwen3-30B-A3B, every height of a tile and form of weights."""
     for rows, form, group, dtype, zeros in (
@@ -257,7 +273,7 @@ def fp8() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
 
 
 def sums(rows: int, width: int, dtype: Any) -> ops.Sums:
-    arrays = (Shape((rows, size), jnp.float32) for size in (width, 1))
+    arrays = Shape((rows, width), type_of_sums(dtype)), Shape((rows, 1), jnp.float32)
     return ops.Sums(*arrays, Shape((width,), jnp.float32), rows, jnp.dtype(dtype))
 
 
@@ -310,6 +326,7 @@ def programs() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     yield from other_ops()
     yield from experts()
     yield from routing()
+    yield from few_rows()
     yield from few_bits_of_experts()
     yield from int4()
     yield from fp8()

@@ -15,7 +15,9 @@ from jpaged.bench.kernel_cases.case import CARD_BYTES_S, CARD_FLOPS, Built, Case
 from jpaged.models.experts import Routing, mix, route_rows
 from jpaged.models.grouped_linear import PlainProduct
 from jpaged.pallas_kernels.grouped_product.api import tile_height
+from jpaged.pallas_kernels.grouped_product.tiles import RowTiles, plan_tiles
 from jpaged.pallas_kernels.quantized_grouped_product.api import MX_GROUP, Form
+from jpaged.pallas_kernels.route_tokens.rows import WEIGHTS_BEHIND
 
 
 @dataclass(frozen=True)
@@ -100,25 +102,33 @@ def experts_case(tokens: int, e: Experts, backend: str | None) -> Built:
     """Both grouped products, of rows that are sorted; its work are the operations."""
     gate_up = normal(0, (e.experts, e.hidden, 2, e.inner), jnp.bfloat16) * e.hidden**-0.5
     down = normal(1, (e.experts, e.inner, e.hidden), jnp.bfloat16) * e.inner**-0.5
-    grouped = _grouped(tokens, e, _DRAWS)
     rows = tokens * e.per_token
+    height = tile_height(rows, e.experts, backend)
+    grouped = [_tiled(e.draw(seed, tokens), e.experts, height) for seed in range(_DRAWS)]
     x = normal(2, (rows, e.hidden), jnp.bfloat16)
 
     @jax.jit
     def program(x: jax.Array, gate_up: jax.Array, down: jax.Array, grouped: list[tuple], twos: jax.Array) -> jax.Array:
-        for sizes, groups in grouped:
-            inner = ops.gated_grouped_product(x, gate_up, sizes, groups=groups, backend=backend)
-            x = ops.weighted_grouped_product(inner, down, sizes, twos, groups=groups, backend=backend)
+        for sizes, tiles in grouped:
+            inner = ops.gated_grouped_product(x, gate_up, sizes, tiles=tiles, backend=backend)
+            x = ops.weighted_grouped_product(inner, down, sizes, twos, tiles=tiles, backend=backend)
         return x
 
-    arguments = (x, gate_up, down, grouped, jnp.full(rows, 2.0, jnp.float32))
+    # As routing gives them: tiles are known, and weights may be read past the rows.
+    arguments = (x, gate_up, down, grouped, jnp.full(rows + WEIGHTS_BEHIND, 2.0, jnp.float32))
     return program, arguments, len(grouped), e.operations(tokens)
+
+
+def _tiled(drawn: np.ndarray, experts: int, height: int) -> tuple[jax.Array, RowTiles]:
+    """Sizes of groups, and their tiles. drawn: experts of tokens."""
+    sizes = jnp.asarray(np.bincount(drawn.ravel(), minlength=experts), jnp.int32)
+    return sizes, RowTiles(*plan_tiles(sizes, rows=drawn.size, height=height), height)
 
 
 def _grouped(tokens: int, e: Experts, draws: int) -> list[tuple[jax.Array | None, jax.Array | None]]:
     """Sizes of groups, or each row's group, of so many draws."""
     drawn = [e.draw(seed, tokens).ravel() for seed in range(draws)]
-    if tokens == 1:  # as `jpaged.models.experts.mix` does
+    if tokens == 1:  # as `jpaged.models.experts.mix` does where no kernel routes
         return [(None, jnp.asarray(one)) for one in drawn]
     return [(jnp.asarray(np.bincount(one, minlength=e.experts), jnp.int32), None) for one in drawn]
 
@@ -178,17 +188,16 @@ def routing_case(tokens: int, e: Experts, backend: str | None) -> Built:
     height = tile_height(tokens * e.per_token, e.experts, backend)
 
     @jax.jit
-    def program(after: jax.Array, logits: list[jax.Array]) -> jax.Array:
+    def program(logits: list[jax.Array]) -> list[ops.RoutedTokens]:
+        made: list[ops.RoutedTokens] = []
         for one in logits:
-            one, after = lax.optimization_barrier((one, after))
-            # Every result is read by what comes next, as in a layer: XLA computes none that nobody does.
-            routed = ops.route_tokens(one, routing, tile_height=height, backend=routing_backend)
-            assert routed.rows is not None
-            after, _ = lax.optimization_barrier((routed.rows.group_sizes, routed))
-        return after
+            # All results are the program's, and each waits for the one before: none is left out, none runs beside it.
+            one, made[-1:] = lax.optimization_barrier((one, made[-1:]))
+            made.append(ops.route_tokens(one, routing, tile_height=height, backend=routing_backend))
+        return made
 
     routing_backend = ops.route_tokens_backend(logits[0], routing, backend)
-    return program, (jnp.zeros(e.experts, jnp.int32), logits), _DRAWS, float(tokens * e.per_token)
+    return program, (logits,), _DRAWS, float(tokens * e.per_token)
 
 
 def cases(backend: str | None, zipf: float) -> Iterator[Case]:

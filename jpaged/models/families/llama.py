@@ -56,9 +56,9 @@ class LlamaBlock(nnx.Module):
 
     def __call__(self, stream: Stream, cos: jax.Array, sin: jax.Array, attend: Attend) -> None:
         norms = None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
-        read = stream.normed_for(self.attention.rounding(stream.backend), self.attention_norm)
+        read = stream.normed_for(self.attention, self.attention_norm)
         stream.add(self.attention(read, attend, (cos, sin), norms, stream.backend))
-        read = stream.normed_for(self.mlp.rounding(stream.backend), self.mlp_norm)
+        read = stream.normed_for(self.mlp, self.mlp_norm)
         stream.add(self.mlp(read, stream.backend))
 
 

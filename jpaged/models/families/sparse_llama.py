@@ -57,13 +57,13 @@ class SparseLlamaBlock(nnx.Module):
 
     def __call__(self, stream: Stream, cos: jax.Array, sin: jax.Array, attend: Attend) -> None:
         norms = None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
-        read = stream.normed_for(self.attention.rounding(stream.backend), self.attention_norm)
+        read: Any = stream.normed_for(self.attention, self.attention_norm)
         stream.add(self.attention(read, attend, (cos, sin), norms, stream.backend))
-        x = stream.normed(self.mlp_norm)
+        read = stream.normed_for(self.mlp, self.mlp_norm)
         if isinstance(self.mlp, SparseMLP):
-            stream.add(self.mlp(x, stream.backend, stream.live, stream.counts))
+            stream.add(self.mlp(read, stream.backend, stream.live, stream.counts))
         else:
-            stream.add(self.mlp(x, stream.backend))
+            stream.add(self.mlp(read, stream.backend))
 
 
 class SparseLlamaForCausalLM(nnx.Module):

@@ -54,7 +54,9 @@ def states_of(rng, key_dim=KEY_DIM):
 def check(found, states, right, right_states, dtype=np.float32):
     tolerance = {"rtol": 2e-5, "atol": 2e-5} if dtype == np.float32 else {"rtol": 2e-2, "atol": 2e-2}
     np.testing.assert_allclose(np.asarray(found, np.float64), right, **tolerance)
-    np.testing.assert_allclose(np.asarray(states, np.float64), right_states, rtol=2e-5, atol=2e-5)
+    # Of 16-bit inputs, GPUs multiply with the state in TF32.
+    of_states = 2e-5 if dtype == np.float32 or jax.default_backend() == "cpu" else 2e-3
+    np.testing.assert_allclose(np.asarray(states, np.float64), right_states, rtol=of_states, atol=of_states)
 
 
 @pytest.mark.parametrize("backend", WITH_TRITON)
