@@ -53,6 +53,7 @@ FAST = (
     "executor/start/test_worker_threads.py",
     "host",
     "models/test_config.py",
+    "models/test_published_configs.py",
     "processes/test_links.py",
     "processes/test_pool_view.py",
     "processes/test_router.py",

@@ -14,7 +14,7 @@ from jpaged.api.errors import InvalidParameterError, UnsupportedModelError
 from jpaged.models import ModelConfig, Weights, build, dense_causal_attend
 from jpaged.models.row_tiles import in_row_tiles
 from jpaged.training import token_logprobs
-from tests.support.invariance import Sizes, alone, compare, trained
+from tests.support.invariance import Found, Sizes, alone, compare, trained
 from tests.tiny_models import TINY_ENGINE, tiny_model, write_tiny_model
 
 SHAPES: dict[str, Any] = {"decode_buckets": (32,), "token_buckets": (8, 64), "max_num_batched_tokens": 64}
@@ -38,17 +38,21 @@ def engine(request, tmp_path_factory) -> Iterator[LLMEngine]:
     engine.close()
 
 
-def test_bits_do_not_depend_on_what_is_computed_beside_a_token(engine):
+@pytest.fixture(scope="module")
+def expected(engine) -> dict[int, Found]:
+    """What each of the prompts gets alone."""
+    return alone(engine, SIZES, SIZES.prompts())
+
+
+def test_bits_do_not_depend_on_what_is_computed_beside_a_token(engine, expected):
     texts = SIZES.prompts()
-    expected = alone(engine, SIZES, texts)
     assert all(np.isfinite(found.logprobs).all() for found in expected.values())
     assert [compare(engine, SIZES, texts, expected, seed) for seed in range(4)] == [[]] * 4
 
 
-def test_a_trainer_computes_the_bits_that_the_engine_sampled_by(engine):
+def test_a_trainer_computes_the_bits_that_the_engine_sampled_by(engine, expected):
     """In one batch of all sequences, and in one of two of them padded to another length."""
-    texts = SIZES.prompts()
-    sampled = alone(engine, SIZES, texts)
+    texts, sampled = SIZES.prompts(), expected
     for chosen, length in ((range(len(texts)), 70), ((3, 8), 45)):
         differing, distance = trained(engine, texts, sampled, chosen, length)
         assert not differing

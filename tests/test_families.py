@@ -12,7 +12,7 @@ import pytest
 from jpaged import models
 from jpaged.models.loading import checkpoint
 from tests.parallel.eight_devices import call_with_eight_devices
-from tests.parallel.family_runs import EXPANDED, HYBRID, NUM_SAMPLES, SPARSE, UNSPLIT, prompts
+from tests.parallel.family_runs import EXPANDED, HYBRID, NUM_SAMPLES, SPARSE, degrees, prompts
 from tests.tiny_models import TinyModel, models_of_blocks, torch_model
 
 torch = pytest.importorskip("torch")
@@ -57,7 +57,7 @@ def test_tokens_and_scores_by_every_path_are_those_of_transformers(
     assert all(generated == tokens for generated in found["preempted"])
     assert found["preemptions"] > 0
     assert found["samples"] == [tokens[3]] * NUM_SAMPLES
-    for degree in () if case.name in UNSPLIT else (2, 4):
+    for degree in degrees(case.name):
         assert found[f"tensor parallel {degree}"] == tokens
         assert found.get(f"expert parallel {degree}", tokens) == tokens
     assert (case.name in SPARSE) == ("expert parallel 2" in found) == (found["load"] is not None)

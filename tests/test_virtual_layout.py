@@ -25,6 +25,13 @@ LIKE_OTHERS_TO_A_CACHE = {
     "qwen2-tied",
     "opt-350m-style",
     "opt-no-biases-untied",
+    "llama-rope-longrope",
+    "qwen3-tied-d64",
+    "opt-125m-style",
+    "gpt2",
+    "qwen2-moe",
+    "mixtral",
+    "dots1",
 }
 """Tiny models that differ from others in what is computed before keys and values are written, or after attention. That
 all of them give transformers' tokens is `test_generation`'s claim."""

@@ -56,7 +56,10 @@ class Trainer:
     def __init__(self, model: Model, module: Any, learning_rate: float, batch_invariant: bool) -> None:
         self.module = module
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(learning_rate))
-        self._state = optimizer.init(nnx.state(module, nnx.Param))
+        params = nnx.state(module, nnx.Param)
+        # The count of steps begins on no device in particular and ends on the weights': step 2 would compile again.
+        (device,) = jax.tree.leaves(params)[0].devices()
+        self._state = jax.device_put(optimizer.init(params), device)
 
         def ratios(params: nnx.State, batch: Batch) -> jax.Array:
             found = token_logprobs(model, params, batch.tokens, batch.lengths, batch_invariant=batch_invariant)

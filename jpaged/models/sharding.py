@@ -32,6 +32,7 @@ from tqdm import tqdm
 from jpaged.models.collectives import Collectives
 from jpaged.models.loading import checkpoint, orbax_checkpoint
 from jpaged.models.loading.pieces import Piece, repeat_kv_heads
+from jpaged.models.loading.placing import empty_parameter
 from jpaged.models.loading.quantized import repeated_scales
 from jpaged.models.model import Model, Weights, draw, init_key
 from jpaged.models.parameters import Start
@@ -104,17 +105,21 @@ def load_sharded(
     total = checkpoint.num_bytes(found)
     sized(total)
     position = {name: i for i, name in enumerate(shard.parameter_names)}
-    shards: dict[int, list[jax.Array]] = {}
+    devices = [device for _, device in _local_shards(mesh)]
+    shards: dict[int, list[Any]] = {}
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress) as bar:
         for piece, tensor, read in checkpoint.read_each(widened, found, mesh.local_devices[0], shard):
             i = position[piece.parameter]
             if i not in shards:
-                shards[i] = _zeros(shard.abstract_weights[i], mesh)
+                shards[i] = [empty_parameter(shard.abstract_weights[i], device) for device in devices]
             shards[i] = _place(piece, tensor, shard.shard_axes[i], shards[i], mesh)
             del tensor  # before the next one is read
             bar.update(read)
     return tuple(
-        jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards[i]) for i, leaf in enumerate(stored)
+        jax.make_array_from_single_device_arrays(
+            leaf.shape, leaf.sharding, [jax.device_put(*placed) for placed in zip(shards[i], devices, strict=True)]
+        )
+        for i, leaf in enumerate(stored)
     )
 
 
@@ -123,17 +128,15 @@ def _local_shards(mesh: Mesh) -> list[tuple[int, jax.Device]]:
     return [(i, device) for i, device in enumerate(mesh.devices.flat) if device in mesh.local_devices]
 
 
-def _zeros(leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> list[jax.Array]:
-    return [jnp.zeros(leaf.shape, leaf.dtype, device=device) for _, device in _local_shards(mesh)]
-
-
-def _place(piece: Piece, tensor: Any, axis: int | None, shards: list[jax.Array], mesh: Mesh) -> list[jax.Array]:
+def _place(piece: Piece, tensor: Any, axis: int | None, shards: list[Any], mesh: Mesh) -> list[Any]:
     """Writes each local shard's slice of a checkpoint tensor; waits, so that one tensor at a time is on its way."""
     placed = []
     for (i, device), shard in zip(_local_shards(mesh), shards, strict=True):
         size = 0 if axis is None else shard.shape[axis]
         found = piece.slice_of(tensor, axis, i * size, (i + 1) * size)
-        placed.append(piece.place_slice(shard, jax.device_put(found, device), axis, i * size) if found.size else shard)
+        if not isinstance(shard, np.ndarray):
+            found = jax.device_put(found, device)
+        placed.append(piece.place_slice(shard, found, axis, i * size) if found.size else shard)
     return jax.block_until_ready(placed)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from jpaged import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from jpaged.executor.cache import paged
 from jpaged.models import latent
-from jpaged.models.loading import checkpoint
+from jpaged.models.loading import checkpoint, placing
 from tests.tiny_models import VOCAB_SIZE, tiny_model, write_tiny_model
 
 NUM_REQUESTS, NUM_TOKENS, NUM_SAMPLES = 6, 10, 3
@@ -31,6 +31,11 @@ UNSPLIT |= {
 }
 UNSPLIT |= {"deepseek-v2", "kimi-k2-style", "moonlight-style", "granite4-h-tiny", "granite4-h-small", "bamba"}
 """Models that are split over devices as another of their family is, and run on one alone."""
+
+FOUR_ONLY = {"qwen3.5", "gemma3", "olmo3", "granite4-rope", "granite4-h-all-options", "command-r7b"}
+FOUR_ONLY |= {"falcon-40b-style", "falcon-rw-style", "pythia", "gptj", "bloom", "mpt"}
+"""Models that are split over four devices and not over two: another of their family is, or two differ from four in
+nothing, since no key-value head is stored more than once."""
 
 EXPANDED = {"deepseek-v2-lite", "deepseek-v3"}
 """Models with latents whose programs for prompts make keys and values of heads, as larger programs do."""
@@ -58,6 +63,13 @@ ARGS = EngineArgs(
     verbose=False,
     watermark=0.0,
 )
+
+
+def degrees(name: str) -> tuple[int, ...]:
+    """How many devices the model is split over."""
+    if name in UNSPLIT:
+        return ()
+    return (4,) if name in FOUR_ONLY else (2, 4)
 
 
 def prompts() -> list[list[int]]:
@@ -99,9 +111,12 @@ def _tokens_by_path(name: str) -> dict[str, Any]:
         found["scores"] = _scores(LLMEngine(args, engine.startup))
         if name in HYBRID:
             found["small chunks"] = greedy_tokens(LLMEngine(replace(args, max_num_batched_tokens=7), engine.startup))
-        for degree in () if name in UNSPLIT else (2, 4):
+        for degree in degrees(name):
             split = replace(args, tensor_parallel_size=degree)
-            engine = LLMEngine(split)
+            # One model of each kind is put together by the programs that larger parameters take, on each device.
+            most = 0 if degree == 2 and name in (*SPARSE, "qwen3-next") else placing.MOST_HOST_BYTES
+            with mock.patch.object(placing, "MOST_HOST_BYTES", most):
+                engine = LLMEngine(split)
             found[f"tensor parallel {degree}"] = greedy_tokens(engine)
             if name in SPARSE:
                 whole = LLMEngine(replace(split, enable_expert_parallel=True))

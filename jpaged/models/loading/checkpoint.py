@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
@@ -21,6 +20,7 @@ from jpaged.models.config_reader import read_json
 from jpaged.models.loading import orbax_checkpoint, safetensors_file
 from jpaged.models.loading.mxfp4 import join_packed
 from jpaged.models.loading.pieces import Piece
+from jpaged.models.loading.placing import empty_parameter, parameter_to_read
 from jpaged.models.loading.quantized import QuantizedLayers, Tensors, expected_tensors, repeated_scales
 from jpaged.models.loading.runs import MOST_BYTES
 from jpaged.models.loading.safetensors_file import StoredTensor
@@ -305,19 +305,18 @@ def _stream(
     total: int,
 ) -> Weights:
     position = {name: i for i, name in enumerate(model.parameter_names)}
-    weights: list[jax.Array | None] = [None] * len(position)
+    weights: list[Any] = [None] * len(position)
     done = 0
     for piece, tensor, read in read_each(model, stored, device):
         i = position[piece.parameter]
         target = weights[i]
         if target is None:
-            leaf = model.abstract_weights[i]
-            target = jnp.zeros(leaf.shape, leaf.dtype, device=device)
-        weights[i] = piece.place(target, tensor, device).block_until_ready()
+            target = empty_parameter(model.abstract_weights[i], device)
+        weights[i] = jax.block_until_ready(piece.place(target, tensor, device))
         del tensor  # before the next one is read
         done += read
         progress(done, total)
-    return tuple(weight for weight in weights if weight is not None)
+    return tuple(jax.device_put(weight, device) for weight in weights if weight is not None)
 
 
 def save_pretrained(
@@ -337,10 +336,11 @@ def save_pretrained(
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     kept = model.dtype if dtype is None else resolve_dtype(dtype, model.config)
-    by_name = dict(zip(model.parameter_names, weights, strict=True))
+    by_name = dict(zip(model.parameter_names, map(parameter_to_read, weights), strict=True))
 
     def taken(piece: Piece) -> np.ndarray:
-        return np.asarray(piece.take(by_name[piece.parameter]).astype(kept))
+        parameter: Any = by_name[piece.parameter]
+        return np.asarray(piece.take(parameter).astype(kept))
 
     def tensors() -> Iterator[np.ndarray]:
         for name, shape in layout.items():

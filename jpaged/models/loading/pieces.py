@@ -7,13 +7,16 @@ One declaration serves loading and saving:
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jpaged.models.loading.placing import place, take
+
+Target = TypeVar("Target", jax.Array, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -67,16 +70,16 @@ class Piece:
     def offsets(self) -> tuple[int, ...]:
         return self.start or (0,) * len(self.axes)
 
-    def place(
-        self, parameter: jax.Array, tensor: np.ndarray | jax.Array, device: jax.Device | None = None
-    ) -> jax.Array:
+    def place(self, parameter: Target, tensor: np.ndarray | jax.Array, device: jax.Device | None = None) -> Target:
         """The parameter with this tensor (the whole of it) written into it, in the parameter's type. Donates the
-        parameter.
+        parameter; a numpy array is written to and returned.
 
         device: where the parameter is; the default device if None.
         """
-        found = jax.device_put(self._part_of(tensor), device)
-        return _place(parameter, found, self.split, self.axes, self.offsets, self._order, self.keeps_largest)
+        found = self._part_of(tensor)
+        if not isinstance(parameter, np.ndarray):
+            found = jax.device_put(found, device)
+        return place(parameter, found, self.split, self.axes, self.offsets, self._order, self.keeps_largest)
 
     def slice_of(self, tensor: np.ndarray, axis: int | None, start: int, stop: int) -> np.ndarray:
         """What of a tensor of this shape belongs to entries start..stop-1 of the parameter's `axis`, all of the others
@@ -97,16 +100,16 @@ class Piece:
         index[split_axis] = slice(entries[0], entries[-1] + 1) if entries.size else slice(0)
         return whole[tuple(index)]
 
-    def place_slice(self, shard: jax.Array, piece: jax.Array, axis: int | None, start: int) -> jax.Array:
+    def place_slice(self, shard: Target, piece: Target, axis: int | None, start: int) -> Target:
         """A shard of the parameter, which begins at entry `start` of its `axis`, with its slice of this tensor written
-        into it. Donates the shard."""
+        into it. Donates the shard; a numpy array is written to and returned."""
         offsets = tuple(max(0, offset - start) if i == axis else offset for i, offset in enumerate(self.offsets))
-        return _place(shard, piece, piece.shape, self.axes, offsets, self._order, self.keeps_largest)
+        return place(shard, piece, piece.shape, self.axes, offsets, self._order, self.keeps_largest)
 
-    def take(self, parameter: jax.Array) -> jax.Array:
+    def take(self, parameter: Target) -> Target:
         """This tensor, or the part of it that the piece is, read out of the parameter."""
         shape = self.shape if self.part is None else self.part.shape
-        return _take(parameter, shape, self.split, self.axes, self.offsets, self._order)
+        return take(parameter, shape, self.split, self.axes, self.offsets, self._order)
 
     def _part_of(self, tensor: Any) -> Any:
         return tensor if self.part is None else self.part.of(tensor)
@@ -432,62 +435,3 @@ def single_kv_heads(qkv: jax.Array, copies: int) -> jax.Array:
     group = slots - 2
     queries = qkv[..., :group, :].reshape(*outer, kv_heads // copies, group * copies, dim)
     return jnp.concatenate([queries, qkv[..., ::copies, group:, :]], axis=-2)
-
-
-def _place(
-    parameter: jax.Array,
-    tensor: jax.Array,
-    split: tuple[int, ...],
-    axes: tuple[int, ...],
-    offsets: tuple[int, ...],
-    order: tuple[int, tuple[int, ...]] | None,
-    keeps_largest: bool,
-) -> jax.Array:
-    return _place_at(parameter, tensor, split, axes, order, keeps_largest, np.asarray(offsets, np.int32))
-
-
-def _take(
-    parameter: jax.Array,
-    shape: tuple[int, ...],
-    split: tuple[int, ...],
-    axes: tuple[int, ...],
-    offsets: tuple[int, ...],
-    order: tuple[int, tuple[int, ...]] | None,
-) -> jax.Array:
-    return _take_at(parameter, shape, split, axes, order, np.asarray(offsets, np.int32))
-
-
-# Compiled once for each kind of tensor, not for each tensor: neither names nor places are static.
-@partial(jax.jit, static_argnums=(2, 3, 4, 5), donate_argnums=0)
-def _place_at(
-    parameter: jax.Array,
-    tensor: jax.Array,
-    split: tuple[int, ...],
-    axes: tuple[int, ...],
-    order: tuple[int, tuple[int, ...]] | None,
-    keeps_largest: bool,
-    offsets: jax.Array,
-) -> jax.Array:
-    piece = tensor.reshape(split)
-    if order is not None:
-        piece = jnp.take(piece, np.array(order[1]), order[0])
-    piece = piece.transpose(axes).astype(parameter.dtype)
-    if keeps_largest:
-        piece = jnp.maximum(piece, jax.lax.dynamic_slice(parameter, list(offsets), piece.shape))
-    return jax.lax.dynamic_update_slice(parameter, piece, list(offsets))
-
-
-@partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _take_at(
-    parameter: jax.Array,
-    shape: tuple[int, ...],
-    split: tuple[int, ...],
-    axes: tuple[int, ...],
-    order: tuple[int, tuple[int, ...]] | None,
-    offsets: jax.Array,
-) -> jax.Array:
-    piece = jax.lax.dynamic_slice(parameter, list(offsets), tuple(split[axis] for axis in axes))
-    piece = jnp.transpose(piece, sorted(range(len(axes)), key=axes.__getitem__))
-    if order is not None:
-        piece = jnp.take(piece, np.argsort(order[1]), order[0])
-    return piece.reshape(shape)

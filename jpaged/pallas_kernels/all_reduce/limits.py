@@ -11,7 +11,7 @@ from jpaged.pallas_kernels.all_reduce.inbox import MIN_MULTIPROCESSORS, most_row
 MEASURED_ROWS = {2: 8192, 4: 256}
 """By number of devices, the most rows up to which the kernel is known to be the faster one. What a sum adds to residual
 and norm on two H200s, rows of 4,096 columns: 1 to 512 of them 0 to 3 us, NCCL 15 to 35; 8,192 some 30, NCCL 252. On
-four: 256 of them 14, NCCL as much for one (`docs/kernels.md`)."""
+four: 256 of them 14, NCCL as much for one (`docs/kernels_steps.md`)."""
 
 UNMEASURED_ROWS = 64
 """For other numbers of devices. Each sends its rows to every other one, of which NCCL's rings send less the more there

@@ -6,7 +6,7 @@
     a decode row         all of its tokens         absorbed, in the same call as the chunks' cached tokens
 
 Operations of a head for a query and a key, in DeepSeek's sizes (rank 512, 64 rotated columns, 128 plain ones, values of
-128): 2 (576 + 512) = 2,176 absorbed, 2 (192 + 128) = 640 expanded. `docs/kernels.md` says when which pays.
+128): 2 (576 + 512) = 2,176 absorbed, 2 (192 + 128) = 640 expanded. `docs/kernels_attention.md` says when which pays.
 
 The expanded keys and values are laid out as a pool of their own, of as many blocks as the step's tokens can need:
 

@@ -21,7 +21,7 @@ activation.
             3  7  11
 
 A row's sums are added in one order whatever the tiling, so its bits do not depend on the rows beside it.
-`docs/kernels.md` says how tiles are chosen.
+`docs/kernels_products.md` says how tiles are chosen.
 """
 
 import dataclasses

@@ -12,7 +12,8 @@ DEPTH = 64  # of a stage: elements of a line of 128 bytes, in which the swizzle 
 LEAST_ROWS = 96
 """From which on the kernel is taken by default. Measured on an H200 at sizes from 128 rows on it wins, 65 us against
 XLA's 113 for Llama-3.1-8B and 11.5 against 14.3 for Qwen3-0.6B at the least of them, or loses by little
-(`docs/kernels.md`). 96 rows take the same tile as 128, hence the same time; XLA's product alone takes 65 us for them.
+(`docs/kernels_products.md`). 96 rows take the same tile as 128, hence the same time; XLA's product alone takes 65 us
+for them.
 """
 
 _SHARED_BYTES = 226 << 10  # of the 227 KiB that a CTA may have, less its barriers

@@ -19,7 +19,7 @@ products of the others and, where registers allow, of themselves.
     steps of an item, block_kv keys each, in the order they are taken:   hi - 1 | lo .. | lo_full .. | hi_full .. hi - 2
                                                                         masked | masked | no mask    | masked
 
-`docs/kernels.md` says what the tiles cost in registers and shared memory, and what was measured.
+`docs/kernels_attention.md` says what the tiles cost in registers and shared memory, and what was measured.
 """
 
 import dataclasses

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from jpaged import models
 from jpaged.api.errors import CheckpointError, InvalidParameterError, JPagedError, UnsupportedModelError
-from jpaged.models.loading import checkpoint
+from jpaged.models.loading import checkpoint, placing
 from jpaged.models.loading.safetensors_file import StoredTensor, read_header, write
 from tests.tiny_models import draw, tiny_model, write_tiny_model
 
@@ -68,11 +68,14 @@ def shard(directory: Path, files: int) -> dict[str, str]:
     [tiny_model(n) for n in ("llama-biases", "qwen3-tied-d64", "opt-350m-style", "gpt2")],
     ids=lambda case: case.name,
 )
-def test_what_is_saved_is_loaded_bit_for_bit(case: object, tmp_path: Path) -> None:
+def test_what_is_saved_is_loaded_bit_for_bit(case: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saved by the programs that large parameters take, loaded by numpy."""
     config = models.ModelConfig.from_dict(case.config)
     model = models.build(config, "bfloat16")
     weights = model.init(3)
-    models.save_pretrained(model, weights, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(placing, "MOST_HOST_BYTES", 0)
+        models.save_pretrained(model, weights, tmp_path)
     again = models.ModelConfig.from_directory(tmp_path)
     assert again == models.ModelConfig.from_dict(case.config | {"torch_dtype": "bfloat16"})
     assert same(load(tmp_path), weights)
@@ -268,6 +271,7 @@ def test_large_tensors_are_read_in_runs_of_rows_and_land_where_whole_ones_do(
         return read(tensor)
 
     monkeypatch.setattr(checkpoint, "MOST_BYTES", most)
+    monkeypatch.setattr(placing, "MOST_HOST_BYTES", 0)  # on the device, by compiled programs
     monkeypatch.setattr(StoredTensor, "read", noting)
     told: list[int] = []
     model = models.build(models.ModelConfig.from_directory(directory))
@@ -288,6 +292,7 @@ def test_the_host_holds_a_few_runs_of_a_tensor_at_most(tmp_path: Path, monkeypat
     write(tmp_path / SINGLE, layout, np.dtype(jnp.bfloat16), zeros)
     largest, most = 64 * 256 * 256 * 2, 1 << 20
     monkeypatch.setattr(checkpoint, "MOST_BYTES", most)
+    monkeypatch.setattr(placing, "MOST_HOST_BYTES", 0)
     models.load(model, tmp_path)  # compiles
     tracemalloc.start()
     try:

@@ -1,0 +1,432 @@
+"""The config.json of published models, read: each has its published number of parameters."""
+
+from typing import Any
+
+import pytest
+
+from jpaged import models
+from jpaged.models import ModelConfig
+
+LLAMA_3_1_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+MISTRAL_7B = LLAMA_3_1_8B | {
+    "architectures": ["MistralForCausalLM"],
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "sliding_window": 4096,
+}
+QWEN2_5_0_5B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 24,
+    "sliding_window": 32768,
+    "use_sliding_window": False,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+QWEN3_0_6B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+OPT_125M = {
+    "architectures": ["OPTForCausalLM"],
+    "activation_function": "relu",
+    "do_layer_norm_before": True,
+    "ffn_dim": 3072,
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+    "max_position_embeddings": 2048,
+    "vocab_size": 50272,
+    "word_embed_proj_dim": 768,
+    "torch_dtype": "float16",
+}
+OPT_350M = OPT_125M | {
+    "do_layer_norm_before": False,
+    "ffn_dim": 4096,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 24,
+    "word_embed_proj_dim": 512,
+}
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "n_ctx": 1024,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+}
+GRANITE_4_H = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "vocab_size": 100352,
+    "num_hidden_layers": 40,
+    "layer_types": ["attention" if layer in (5, 15, 25, 35) else "mamba" for layer in range(40)],
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "position_embedding_type": "nope",
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 131072,
+}
+
+
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "granite-4.0-h-tiny": (
+        GRANITE_4_H
+        | {"hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 4, "mamba_n_heads": 48}
+        | {"intermediate_size": 512, "shared_intermediate_size": 1024}
+        | {"num_local_experts": 64, "num_experts_per_tok": 6},
+        6_939_037_248,
+    ),
+    "granite-4.0-h-micro": (
+        GRANITE_4_H
+        | {"hidden_size": 2048, "mamba_n_heads": 64, "intermediate_size": 8192, "shared_intermediate_size": 8192}
+        | {"num_local_experts": 0, "num_experts_per_tok": 0},
+        3_191_396_096,
+    ),
+    "granite-4.0-h-small": (
+        GRANITE_4_H
+        | {"hidden_size": 4096, "mamba_n_heads": 128, "intermediate_size": 768, "shared_intermediate_size": 1536}
+        | {"num_local_experts": 72, "num_experts_per_tok": 10},
+        32_207_337_984,
+    ),
+    "bamba-9b": (
+        {
+            "architectures": ["BambaForCausalLM"],
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "attn_layer_indices": [9, 18, 27],
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "mamba_n_heads": 128,
+            "mamba_d_head": 64,
+            "mamba_d_state": 128,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_n_groups": 1,
+        },
+        9_780_235_392,
+    ),
+    "gemma-2b": (
+        {
+            "architectures": ["GemmaForCausalLM"],
+            "vocab_size": 256000,
+            "hidden_size": 2048,
+            "intermediate_size": 16384,
+            "num_hidden_layers": 18,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "hidden_act": "gelu",
+        },
+        2_506_172_416,
+    ),
+    "gemma-2-2b": (
+        {
+            "architectures": ["Gemma2ForCausalLM"],
+            "vocab_size": 256000,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "max_position_embeddings": 8192,
+        },
+        2_614_341_888,
+    ),
+    "gemma-3-1b": (
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            "vocab_size": 262144,
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "max_position_embeddings": 32768,
+            "rope_theta": 1000000,
+            "rope_local_base_freq": 10000,
+        },
+        999_885_952,
+    ),
+    "phi-4-mini": (
+        {
+            "architectures": ["Phi3ForCausalLM"],
+            "vocab_size": 200064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 8,
+            "partial_rotary_factor": 0.75,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 131072,
+            "original_max_position_embeddings": 4096,
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
+        },
+        3_836_021_760,
+    ),
+    "granite-3.1-8b": (
+        {
+            "architectures": ["GraniteForCausalLM"],
+            "vocab_size": 49155,
+            "hidden_size": 4096,
+            "intermediate_size": 12800,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 131072,
+            "attention_multiplier": 0.0078125,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 16.0,
+            "residual_multiplier": 0.22,
+        },
+        8_170_848_256,
+    ),
+    **{
+        f"granite-3.1-{name}": (
+            {
+                "architectures": ["GraniteMoeForCausalLM"],
+                "vocab_size": 49155,
+                "hidden_size": hidden_size,
+                "intermediate_size": 512,
+                "num_hidden_layers": num_layers,
+                "num_attention_heads": hidden_size // 64,
+                "num_key_value_heads": 8,
+                "num_local_experts": num_experts,
+                "num_experts_per_tok": 8,
+                "tie_word_embeddings": True,
+                "max_position_embeddings": 131072,
+                "attention_multiplier": 0.015625,
+                "embedding_multiplier": 12.0,
+                "logits_scaling": 6.0,
+                "residual_multiplier": 0.22,
+            },
+            parameters,
+        )
+        for name, hidden_size, num_layers, num_experts, parameters in (
+            ("1b-a400m", 1024, 24, 32, 1_334_628_352),
+            ("3b-a800m", 1536, 32, 40, 3_298_793_472),
+        )
+    },
+    "smollm3": (
+        {
+            "architectures": ["SmolLM3ForCausalLM"],
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 65536,
+            "no_rope_layer_interval": 4,
+        },
+        3_075_098_624,
+    ),
+    "glm-4-9b-0414": (
+        {
+            "architectures": ["Glm4ForCausalLM"],
+            "vocab_size": 151552,
+            "hidden_size": 4096,
+            "intermediate_size": 13696,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "attention_bias": True,
+            "partial_rotary_factor": 0.5,
+            "max_position_embeddings": 32768,
+        },
+        9_400_279_040,
+    ),
+    "command-r": (
+        {
+            "architectures": ["CohereForCausalLM"],
+            "vocab_size": 256000,
+            "hidden_size": 8192,
+            "intermediate_size": 22528,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 64,
+            "max_position_embeddings": 8192,
+        },
+        34_980_831_232,
+    ),
+    "stablelm-2-1.6b": (
+        {
+            "architectures": ["StableLmForCausalLM"],
+            "vocab_size": 100352,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 4096,
+            "partial_rotary_factor": 0.25,
+            "use_qkv_bias": True,
+        },
+        1_644_515_328,
+    ),
+    "starcoder2-3b": (
+        {
+            "architectures": ["Starcoder2ForCausalLM"],
+            "vocab_size": 49152,
+            "hidden_size": 3072,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 16384,
+            "sliding_window": 4096,
+        },
+        3_030_371_328,
+    ),
+    "falcon-7b": (
+        {
+            "architectures": ["FalconForCausalLM"],
+            "vocab_size": 65024,
+            "hidden_size": 4544,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 71,
+            "multi_query": True,
+            "parallel_attn": True,
+            "bias": False,
+            "alibi": False,
+            "new_decoder_architecture": False,
+        },
+        6_921_720_704,
+    ),
+    "gpt-j-6b": (
+        {
+            "architectures": ["GPTJForCausalLM"],
+            "vocab_size": 50400,
+            "n_embd": 4096,
+            "n_layer": 28,
+            "n_head": 16,
+            "rotary_dim": 64,
+            "n_positions": 2048,
+        },
+        6_050_882_784,
+    ),
+    "bloom-560m": (
+        {"architectures": ["BloomForCausalLM"], "vocab_size": 250880, "hidden_size": 1024, "n_layer": 24, "n_head": 16},
+        559_214_592,
+    ),
+    **{
+        f"gpt-oss-{name}": (
+            {
+                "architectures": ["GptOssForCausalLM"],
+                "vocab_size": 201088,
+                "hidden_size": 2880,
+                "intermediate_size": 2880,
+                "num_hidden_layers": num_layers,
+                "num_attention_heads": 64,
+                "num_key_value_heads": 8,
+                "head_dim": 64,
+                "num_local_experts": num_experts,
+                "num_experts_per_tok": 4,
+                "max_position_embeddings": 131072,
+                "sliding_window": 128,
+                "quantization_config": {"quant_method": "mxfp4"},
+            },
+            parameters,
+        )
+        for name, num_layers, num_experts, parameters in (
+            ("20b", 24, 32, 20_914_757_184),
+            ("120b", 36, 128, 116_829_156_672),
+        )
+    },
+    "mpt-7b": (
+        {
+            "architectures": ["MptForCausalLM"],
+            "vocab_size": 50432,
+            "d_model": 4096,
+            "n_layers": 32,
+            "n_heads": 32,
+            "max_seq_len": 2048,
+            "attn_config": {"alibi": True},
+        },
+        6_649_286_656,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        *PUBLISHED.values(),
+        (LLAMA_3_1_8B, 8_030_261_248),
+        (MISTRAL_7B, 7_241_732_096),
+        (QWEN2_5_0_5B, 494_032_768),
+        (QWEN3_0_6B, 596_049_920),
+        (OPT_125M, 125_239_296),
+        (OPT_350M, 331_196_416),
+        (GPT2, 124_439_808),
+    ],
+    ids=[*PUBLISHED, "llama-3.1-8b", "mistral-7b", "qwen2.5-0.5b", "qwen3-0.6b", "opt-125m", "opt-350m", "gpt2"],
+)
+def test_published_models_have_their_published_number_of_parameters(config: dict[str, Any], parameters: int) -> None:
+    assert models.build(ModelConfig.from_dict(config)).num_parameters == parameters

@@ -1,0 +1,354 @@
+"""Tiny models of the families made of `jpaged.models.blocks`, each with the features of its published ones."""
+
+from dataclasses import replace
+from typing import Any
+
+from tests.tiny_cases import MAX_LENGTH, WINDOW, TinyModel, llama, sparse
+
+
+def models_of_blocks() -> list[TinyModel]:
+    """The families whose layers are `jpaged.models.blocks`, with the features of their published configurations; and
+    GLM-4.5, which takes the same paths."""
+    window = {"sliding_window": WINDOW}
+    gemma = {
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        **window,
+    }
+    gemma2 = gemma | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0, "query_pre_attn_scalar": 24}
+    gemma3 = gemma | {
+        "model_type": "gemma3_text",
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 32,
+        "rope_local_base_freq": 100.0,
+        "rope_theta": 10000.0,
+    }
+    longrope = {"rope_type": "longrope", "short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [2.0] * 6}
+    phi = {"model_type": "phi3", "pad_token_id": 0}
+    phi4_mini = phi | {
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": MAX_LENGTH,
+        "max_position_embeddings": 4 * MAX_LENGTH,
+        "rope_scaling": longrope,
+        "tie_word_embeddings": True,
+    }
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.1}
+    multipliers = {
+        "num_key_value_heads": 2,
+        "attention_multiplier": 0.1,
+        "embedding_multiplier": 4.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.6,
+    }
+    dense_hybrid = multipliers | {
+        "model_type": "granitemoehybrid",
+        "shared_intermediate_size": 112,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "layer_types": ["attention", "attention"],
+        "tie_word_embeddings": True,
+    }
+    # Of granite-4.0-h-micro and so on: the multipliers, and all that a smaller shape can keep.
+    granite4_h = dense_hybrid | {
+        "num_hidden_layers": 3,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "embedding_multiplier": 12,
+        "residual_multiplier": 0.22,
+        "position_embedding_type": "nope",
+        "rope_theta": 10000,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 32,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 256,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+    }
+    bamba = {name: value for name, value in granite4_h.items() if name.startswith("mamba_")}
+    bamba |= {"num_hidden_layers": 3, "attn_layer_indices": [1], "num_key_value_heads": 2, "rope_theta": 10000.0}
+    bamba |= {"attn_rotary_emb": 8, "pad_token_id": 0, "mamba_d_head": "auto"}
+    granite4_h_experts = {"intermediate_size": 40, "shared_intermediate_size": 48}
+    granite_moe = multipliers | {"intermediate_size": 40, "tie_word_embeddings": True}
+    granite_experts = {"num_local_experts": 8, "num_experts_per_tok": 3}
+    glm = {"num_key_value_heads": 2, "head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True}
+    glm["pad_token_id"] = 0
+    cohere = {"layer_norm_eps": 1e-5, "tie_word_embeddings": True, "num_key_value_heads": 2, "pad_token_id": 0}
+    stablelm = {"num_key_value_heads": 4, "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25}
+    starcoder2 = {"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "num_key_value_heads": 2}
+    falcon = {"activation": "gelu", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "ffn_hidden_size": 112}
+    neox = {"model_type": "gpt_neox", "hidden_act": "gelu", "rotary_pct": 0.25, "layer_norm_eps": 1e-5}
+    gptj = {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_inner": 112, "n_positions": MAX_LENGTH}
+    bloom = {"hidden_size": 64, "n_layer": 2, "seq_length": MAX_LENGTH, "tie_word_embeddings": True}
+    mpt = {"d_model": 64, "n_layers": 2, "max_seq_len": MAX_LENGTH, "no_bias": True, "tie_word_embeddings": True}
+    glm45 = {
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 1e6,
+        "attention_bias": True,
+        "pad_token_id": 0,
+    }
+    gpt_oss = {
+        "model_type": "gpt_oss",
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "attention_bias": True,
+        "num_experts_per_tok": 4,
+        "max_position_embeddings": 131072,
+        "rope_theta": 150000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "pad_token_id": 0,
+        **window,
+    }
+    next_layers = {
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_conv_kernel_dim": 4,
+        "pad_token_id": 0,
+    }
+    next_experts = {"moe_intermediate_size": 40, "shared_expert_intermediate_size": 48, "num_experts": 16}
+    next_experts |= {"num_experts_per_tok": 4, "norm_topk_prob": True}
+    mrope = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    two, four = {"num_hidden_layers": 2, "full_attention_interval": 2}, {"num_hidden_layers": 4}
+    qwen35 = next_layers | {"rope_parameters": next_layers["rope_parameters"] | mrope}
+    return [
+        _hybrid(
+            "qwen3-next", "Qwen3Next", decoder_sparse_step=1, mlp_only_layers=[], **four, **next_layers, **next_experts
+        ),
+        _hybrid(
+            "qwen3-next-some-layers",
+            "Qwen3Next",
+            layer_types=["linear_attention", "full_attention", "full_attention", "linear_attention"],
+            decoder_sparse_step=2,
+            mlp_only_layers=[1],
+            attention_bias=True,
+            **four,
+            **next_layers,
+            **next_experts | {"norm_topk_prob": False},
+        ),
+        _hybrid("qwen3.5", "Qwen3_5", "qwen3_5_text", tie_word_embeddings=True, **two, **qwen35),
+        _hybrid("qwen3.5-moe", "Qwen3_5Moe", "qwen3_5_moe_text", **two, **qwen35, **next_experts),
+        _mla("deepseek-v2-lite", "V2", q_lora_rank=None, num_experts_per_tok=6, topk_method="greedy", n_group=1),
+        _mla("deepseek-v2", "V2", num_experts_per_tok=3, topk_method="group_limited_greedy", attention_bias=True),
+        _mla("deepseek-v3", "V3", num_experts_per_tok=4, rope_scaling=_mla_yarn(mscale=1.0, mscale_all_dim=1.0)),
+        _mla("kimi-k2-style", "V3", num_experts_per_tok=8, n_group=1, rope_scaling=_mla_yarn(factor=32, beta_fast=1)),
+        _mla("moonlight-style", "V3", q_lora_rank=None, num_experts_per_tok=6, n_group=1, rope_scaling=None),
+        _of("gemma", "gemma", "GemmaForCausalLM", **gemma | {"hidden_activation": None, "hidden_act": "gelu"}),
+        _of("gemma2", "gemma", "Gemma2ForCausalLM", **gemma2),
+        _of("gemma3", "gemma", "Gemma3ForCausalLM", rope_scaling={"rope_type": "linear", "factor": 8.0}, **gemma3),
+        _of("phi3-window", "phi3", "Phi3ForCausalLM", **phi, **window),
+        _of("phi4-mini", "phi3", "Phi3ForCausalLM", **phi4_mini),
+        _of("olmo2", "olmo", "Olmo2ForCausalLM", num_key_value_heads=2, rope_theta=5e5, pad_token_id=0),
+        _of(
+            "olmo3",
+            "olmo",
+            "Olmo3ForCausalLM",
+            layer_types=["sliding_attention", "full_attention"],
+            num_key_value_heads=2,
+            rope_theta=5e5,
+            rope_scaling=yarn,
+            pad_token_id=0,
+            **window,
+        ),
+        _of("granite", "granite", "GraniteForCausalLM", tie_word_embeddings=True, attention_bias=True, **multipliers),
+        _of("granite-moe", "granite", "GraniteMoeForCausalLM", **granite_moe, **granite_experts),
+        _of(
+            "granite-moe-shared",
+            "granite",
+            "GraniteMoeSharedForCausalLM",
+            shared_intermediate_size=48,
+            **granite_moe,
+            **granite_experts,
+        ),
+        _of(
+            "granite4-experts",
+            "granite",
+            "GraniteMoeHybridForCausalLM",
+            position_embedding_type="nope",
+            **dense_hybrid | {"intermediate_size": 40, "shared_intermediate_size": 48} | granite_experts,
+        ),
+        _of("granite4-rope", "granite", "GraniteMoeHybridForCausalLM", position_embedding_type="rope", **dense_hybrid),
+        _of("granite4-nope", "granite", "GraniteMoeHybridForCausalLM", position_embedding_type="nope", **dense_hybrid),
+        _of(
+            "granite4-h-tiny",
+            "granite",
+            "GraniteMoeHybridForCausalLM",
+            **granite4_h
+            | granite4_h_experts
+            | {"attention_multiplier": 0.0078125, "logits_scaling": 6, "num_local_experts": 16}
+            | {"num_experts_per_tok": 6},
+        ),
+        _of(
+            "granite4-h-micro",
+            "granite",
+            "GraniteMoeHybridForCausalLM",
+            **granite4_h | {"attention_multiplier": 0.015625, "logits_scaling": 8},
+        ),
+        _of(
+            "granite4-h-small",
+            "granite",
+            "GraniteMoeHybridForCausalLM",
+            **granite4_h
+            | granite4_h_experts
+            | {"attention_multiplier": 0.0078125, "logits_scaling": 16, "num_local_experts": 18}
+            | {"num_experts_per_tok": 10},
+        ),
+        _of(
+            "granite4-h-all-options",
+            "granite",
+            "GraniteMoeHybridForCausalLM",
+            **granite4_h
+            | {"mamba_n_groups": 2, "mamba_proj_bias": True, "position_embedding_type": "rope"}
+            | {"time_step_limit": [0.5, 1.5], "tie_word_embeddings": False, "attention_bias": True},
+        ),
+        _of("bamba", "bamba", "BambaForCausalLM", **bamba),
+        _of(
+            "smollm3",
+            "smollm3",
+            "SmolLM3ForCausalLM",
+            num_key_value_heads=2,
+            no_rope_layers=[1, 0],
+            tie_word_embeddings=True,
+            pad_token_id=0,
+        ),
+        _of("glm", "glm", "GlmForCausalLM", **glm),
+        _of("glm4", "glm", "Glm4ForCausalLM", **glm),
+        _of("command-r", "cohere", "CohereForCausalLM", logit_scale=0.25, **cohere),
+        _of("command-r-plus", "cohere", "CohereForCausalLM", logit_scale=0.5, use_qk_norm=True, **cohere),
+        _of(
+            "command-r7b",
+            "cohere",
+            "Cohere2ForCausalLM",
+            logit_scale=0.25,
+            sliding_window_pattern=2,
+            **cohere,
+            **window,
+        ),
+        _of("stablelm", "stablelm", "StableLmForCausalLM", use_qkv_bias=True, **stablelm),
+        _of(
+            "stablelm-12b-style",
+            "stablelm",
+            "StableLmForCausalLM",
+            qk_layernorm=True,
+            use_parallel_residual=True,
+            **stablelm | {"num_key_value_heads": 2},
+        ),
+        _of("starcoder2", "starcoder2", "Starcoder2ForCausalLM", tie_word_embeddings=True, **starcoder2, **window),
+        _of("falcon-7b-style", "falcon", "FalconForCausalLM", multi_query=True, parallel_attn=True, **falcon),
+        _of(
+            "falcon-40b-style",
+            "falcon",
+            "FalconForCausalLM",
+            new_decoder_architecture=True,
+            num_kv_heads=2,
+            **falcon,
+        ),
+        _of(
+            "falcon-11b-style",
+            "falcon",
+            "FalconForCausalLM",
+            new_decoder_architecture=True,
+            num_kv_heads=2,
+            num_ln_in_parallel_attn=1,
+            **falcon,
+        ),
+        _of(
+            "falcon-rw-style",
+            "falcon",
+            "FalconForCausalLM",
+            alibi=True,
+            multi_query=False,
+            parallel_attn=False,
+            bias=True,
+            **falcon,
+        ),
+        _of("pythia", "gpt_neox", "GPTNeoXForCausalLM", **neox),
+        _of("redpajama-3b-style", "gpt_neox", "GPTNeoXForCausalLM", use_parallel_residual=False, **neox),
+        _of("gptj", "gptj", "GPTJForCausalLM", activation_function="gelu_new", layer_norm_epsilon=1e-5, **gptj),
+        _of("bloom", "bloom", "BloomForCausalLM", n_head=4, layer_norm_epsilon=1e-5, **bloom),
+        _of("mpt", "mpt", "MptForCausalLM", n_heads=4, attn_config={"alibi": True}, **mpt),
+        _of("mpt-30b-style", "mpt", "MptForCausalLM", n_heads=8, attn_config={"clip_qkv": 1.5, "alibi": True}, **mpt),
+        sparse("glm4.5-air-style", "Glm4Moe", **glm45, routed_scaling_factor=1.0),
+        sparse("glm4.5-style", "Glm4Moe", **glm45, use_qk_norm=True, routed_scaling_factor=2.5),
+        _of("gpt-oss-20b-style", "gpt_oss", "GptOssForCausalLM", num_local_experts=8, swiglu_limit=7.0, **gpt_oss),
+        _of(
+            "gpt-oss-120b-style",
+            "gpt_oss",
+            "GptOssForCausalLM",
+            num_hidden_layers=3,
+            num_local_experts=32,
+            swiglu_limit=2.0,
+            **gpt_oss,
+        ),
+    ]
+
+
+def _of(name: str, family: str, architecture: str, **changes: Any) -> TinyModel:
+    """A case with Llama's entries, of which each family reads those that it knows; GPT-J, BLOOM and MPT have their
+    own."""
+    config = llama(name).config
+    if family in ("gptj", "bloom", "mpt"):
+        config = {entry: config[entry] for entry in ("vocab_size", "bos_token_id", "eos_token_id")}
+    named = {"architectures": [architecture], "model_type": architecture.removesuffix("ForCausalLM").lower()}
+    return TinyModel(name, family, config | named | changes)
+
+
+def _hybrid(name: str, family: str, model_type: str = "qwen3_next", **changes: Any) -> TinyModel:
+    return replace(llama(name, family, model_type=model_type, **changes), family="qwen_hybrid")
+
+
+def _mla(name: str, version: str, **changes: Any) -> TinyModel:
+    """DeepSeek-V2 or V3, or what is built like one."""
+    is_v2 = version == "V2"
+    config = {
+        "model_type": f"deepseek_{version.lower()}",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 24,
+        "max_position_embeddings": 2560,
+        "rope_scaling": _mla_yarn(mscale=0.707, mscale_all_dim=0.707),
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "moe_intermediate_size": 40,
+        "n_routed_experts": 16,
+        "n_shared_experts": 2 if is_v2 else 1,
+        "scoring_func": "softmax" if is_v2 else "sigmoid",
+        "topk_method": "greedy" if is_v2 else "noaux_tc",
+        "n_group": 4,
+        "norm_topk_prob": not is_v2,
+        "routed_scaling_factor": 4.0 if is_v2 else 2.5,
+        "num_nextn_predict_layers": 1,
+        "pad_token_id": 0,
+    }
+    config = config | changes
+    return _of(name, "deepseek", f"Deepseek{version}ForCausalLM", **config, topk_group=min(2, config["n_group"]))
+
+
+def _mla_yarn(**changes: Any) -> dict[str, Any]:
+    yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1}
+    return yarn | {"mscale": 1.0, "mscale_all_dim": 1.0} | changes
