@@ -281,7 +281,7 @@ def test_a_token_that_was_ranked_later_counts_without_another_step_and_may_end_i
     engine.assert_idle()
 
 
-@pytest.mark.parametrize(("num_forced", "num_rows", "gain"), [(1, 1, True), (1, 3, True), (1, 4, False), (30, 64, True)])
+@pytest.mark.parametrize(("num_forced", "num_rows", "gain"), [(1, 1, True), (1, 3, True), (1, 4, False)])
 def test_forced_tokens_are_appended_where_that_saves_more_than_it_costs(num_forced, num_rows, gain):
     assert gain_by_chunks(num_forced, num_rows) == gain
 
