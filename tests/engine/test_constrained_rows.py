@@ -268,8 +268,8 @@ def test_rows_run_under_the_masks_of_their_own_tokens_among_others(delay_s, shar
 def test_a_token_that_was_ranked_later_counts_without_another_step_and_may_end_its_sequence():
     grammars = MadeUpGrammars(share=1)
     engine = engine_of(grammars, block_size=1, num_blocks=1024)  # no room for forced tokens: each takes a row
-    stops = [{"stop_token_ids": list(range(i % 6, 97, 6))} if i % 3 else {} for i in range(72)]
-    requests = [constrained(f"constrained {i}", 3, 20, **stops[i]) for i in range(72)]
+    stops = [{"stop_token_ids": list(range(i % 4, 97, 4))} if i % 8 else {} for i in range(160)]
+    requests = [constrained(f"constrained {i}", 3, 20, **stops[i]) for i in range(160)]
     engine.add(*requests)
     engine.run(20_000)
     assert_constrained(*requests)
@@ -277,7 +277,7 @@ def test_a_token_that_was_ranked_later_counts_without_another_step_and_may_end_i
     num_rows = sum(plan.num_rows for plan in engine.plans)
     assert num_rows == sum(len(request.output_token_ids) for request in requests) + grammars.num_refused
     # Nothing was aborted or preempted: the device was told of ends that it had not seen itself.
-    assert sum(len(plan.ends) for plan in engine.plans) > 2
+    assert any(len(plan.ends) for plan in engine.plans)
     engine.assert_idle()
 
 
