@@ -31,7 +31,7 @@ ENDED = Place(failure="the process that follows grammars has ended")
 
 
 class GrammarCompiler:
-    """Compiles constraints and follows them; as `jpaged.engine.constraints.mask_maker.Grammars`.
+    """Compiles constraints and follows them; as `jpaged.engine.constraints.following.Grammars`.
 
     Args:
         tokenizer: called in a thread, once for each start of the processes.

@@ -1,7 +1,7 @@
-"""Follows grammars for an engine's thread, which never waits for it; as `jpaged.engine.constraints.mask_maker.Maker`.
+"""Follows grammars for an engine's thread, which never waits for it; as `jpaged.engine.constraints.following.Follower`.
 
-    put(job)    its parts go to the shards that have their guides
-    take()      what a shard has answered: where guides stand, or masks
+    put(job)      its parts go to the shards that have their guides
+    take_all()    what shards have answered: where guides stand, and masks
 
 The engine's thread writes to the shards and reads their answers itself: a thread in between would have to get Python's
 lock for each, while the engine's holds it for milliseconds. Only sequences whose processes have ended are taken up by a
@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -38,7 +39,7 @@ class Follows(Protocol):
 
 
 class Part(NamedTuple):
-    """A shard's part of a job, or what is to be taken up in other processes; as `mask_maker.Job`."""
+    """A shard's part of a job, or what is to be taken up in other processes; as `following.Job`."""
 
     slots: list[int]
     guides: list[Guide]
@@ -49,7 +50,7 @@ class Part(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """As `mask_maker.Result`."""
+    """As `following.Result`."""
 
     slots: list[int]
     places: Sequence[Place] | None
@@ -57,7 +58,11 @@ class Answer(NamedTuple):
 
 
 class Follower:
-    """Asks the shards of a `GrammarCompiler`."""
+    """Asks the shards of a `GrammarCompiler`.
+
+    Attributes:
+        wake: has `has_news` say yes, and ends a `wait`. Any thread may call it, and who keeps it keeps nothing else.
+    """
 
     def __init__(self, compiler: Follows) -> None:
         self._compiler = compiler
@@ -68,6 +73,7 @@ class Follower:
         self._thread: threading.Thread | None = None
         self._woken, self._wakes = socket.socketpair()
         self._wakes.setblocking(False)
+        self.wake = partial(_wake, self._wakes)
         weakref.finalize(self, self._to_revive.put, None)
 
     def put(self, job: Any) -> None:
@@ -83,11 +89,6 @@ class Follower:
             self._ask(shard, _part(job, some))
         if ended:
             self._revive(_part(job, ended))
-
-    def wake(self) -> None:
-        """Has `has_news` say yes, and ends a `wait`. Any thread may call it."""
-        with suppress(OSError):
-            self._wakes.send(b"\0")
 
     @property
     def has_news(self) -> bool:
@@ -179,6 +180,11 @@ class Follower:
         self._to_revive.put(part)
 
 
+def _wake(wakes: socket.socket) -> None:
+    with suppress(OSError):  # so many wait to be read, or nobody reads any more
+        wakes.send(b"\0")
+
+
 def _part(job: Any, some: list[int]) -> Part:
     slots, guides, guessed, last, before = (
         [column[i] for i in some] for column in (job.slots, job.guides, job.guessed, job.last, job.before)
@@ -207,5 +213,4 @@ def _revive(
                 late.put(Answer([part.slots[i] for i in waiting], None, masks))
         except BaseException as error:  # raised again where the answers are read
             late.put(error)
-        with suppress(OSError):
-            wakes.send(b"\0")
+        _wake(wakes)

@@ -20,7 +20,7 @@ _MORE_IN_KNOWN = 4
 
 
 class CompiledGrammar:
-    """A constraint that sequences can follow; as `jpaged.engine.constraints.mask_maker.Grammar`.
+    """A constraint that sequences can follow; as `jpaged.engine.constraints.following.Grammar`.
 
     forced: tokens that come first. mask: uint32 [words]; what may follow these. params: what it was compiled from.
     shards: that know it. is_quick: whether others may compile it between two answers. num_begun: sequences.

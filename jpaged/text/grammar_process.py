@@ -114,7 +114,7 @@ class Resume(msgspec.Struct, array_like=True, tag=True):
 
 
 class Place(NamedTuple):
-    """Where a guide stands; as `jpaged.engine.constraints.mask_maker.Place`.
+    """Where a guide stands; as `jpaged.engine.constraints.following.Place`.
 
     forced: tokens that must follow. needs_mask: what may follow them is made; otherwise a row may guess.
     num_refused: of what was guessed, the tokens before the first one that may follow, behind which the guide stands.

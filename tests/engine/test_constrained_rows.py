@@ -19,7 +19,7 @@ import pytest
 
 from jpaged.api.errors import InvalidParameterError
 from jpaged.api.structured_outputs import StructuredOutputsParams
-from jpaged.engine.constraints.company import LEAST_HALVED
+from jpaged.engine.constraints.company import LEAST_HALVED, gain_by_chunks
 from jpaged.engine.constraints.grammars import ConstrainedRows
 from jpaged.engine.constraints.searches import Searches
 from jpaged.engine.interface import NO_TOKEN, CacheGroup
@@ -263,6 +263,27 @@ def test_rows_run_under_the_masks_of_their_own_tokens_among_others(delay_s, shar
     assert stats.num_kept_guesses == grammars.num_allowed
     assert stats.num_guesses == grammars.num_allowed + grammars.num_refused
     engine.assert_idle()
+
+
+def test_a_token_that_was_ranked_later_counts_without_another_step_and_may_end_its_sequence():
+    grammars = MadeUpGrammars(share=1)
+    engine = engine_of(grammars, block_size=1, num_blocks=1024)  # no room for forced tokens: each takes a row
+    stops = [{"stop_token_ids": list(range(i % 4, 97, 4))} if i % 8 else {} for i in range(160)]
+    requests = [constrained(f"constrained {i}", 3, 20, **stops[i]) for i in range(160)]
+    engine.add(*requests)
+    engine.run(20_000)
+    assert_constrained(*requests)
+    assert grammars.num_later > 10
+    num_rows = sum(plan.num_rows for plan in engine.plans)
+    assert num_rows == sum(len(request.output_token_ids) for request in requests) + grammars.num_refused
+    # Nothing was aborted or preempted: the device was told of ends that it had not seen itself.
+    assert any(len(plan.ends) for plan in engine.plans)
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize(("num_forced", "num_rows", "gain"), [(1, 1, True), (1, 3, True), (1, 4, False)])
+def test_forced_tokens_are_appended_where_that_saves_more_than_it_costs(num_forced, num_rows, gain):
+    assert gain_by_chunks(num_forced, num_rows) == gain
 
 
 def test_what_was_guessed_is_told_only_when_it_is_known_to_be_allowed():

@@ -224,7 +224,7 @@ def test_a_model_without_an_end_of_sequence_token_or_a_broken_tokenizer_is_refus
         failing.compile(Structured(regex="a")).result()
 
 
-def test_sequences_of_one_grammar_are_followed_in_lanes_and_get_the_masks_of_one_alone(compiler, tokenizer):
+def test_sequences_of_one_grammar_are_followed_in_shards_and_get_the_masks_of_one_alone(compiler, tokenizer):
     params = Structured(regex="(?:[ab][cd]){40}")
     tokens = [tokenizer.encode(text, add_special_tokens=False)[-1] for text in "acbd"]
     alone = [may for _, may in follow(compiler, params, tokens)]

@@ -47,7 +47,7 @@ import numpy as np
 from jpaged.engine.constraints.company import Company, are_enough, gain_by_chunks, most_together
 from jpaged.engine.constraints.constrained_sequence import ANY, AllowedGuess, ConstrainedSequence, HeldGuess, places_of
 from jpaged.engine.constraints.dependent_rows import Confirmed, DependentRows, Ended, Taken
-from jpaged.engine.constraints.mask_maker import Grammar, Grammars, Job, Place, Result
+from jpaged.engine.constraints.following import Grammar, Grammars, Job, Place, Result
 from jpaged.engine.interface import NO_TOKEN, FinishCode, SamplingVariant, StepResult
 from jpaged.engine.kv.block_manager import BlockManager
 from jpaged.engine.plan_in_progress import PlanInProgress

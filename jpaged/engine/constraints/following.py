@@ -64,7 +64,7 @@ class Grammars(Protocol):
         """Compiles in a thread, unless it is known already. The future brings a Grammar, or raises JPagedError."""
         ...
 
-    def follower(self) -> "Maker":
+    def follower(self) -> "Follower":
         """What follows grammars for an engine."""
         ...
 
@@ -118,7 +118,7 @@ class Result(Protocol):
     def masks(self) -> Sequence["np.ndarray | str"] | None: ...
 
 
-class Maker(Protocol):
+class Follower(Protocol):
     """Takes jobs; `jpaged.text.grammar_follower` implements it. One thread calls it; any may call `wake`."""
 
     def put(self, job: Job) -> None:
