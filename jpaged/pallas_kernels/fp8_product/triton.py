@@ -111,47 +111,14 @@ def fp8_product(
     config: Config | None = None,
 ) -> jax.Array:
     """`fp8_product` of the package, checked. config: to try others than the table's."""
-    if not _rounds(activations):
-        return _multiplied(x, None, w, scale, count=x.shape[0], group=group, dtype=dtype, config=config)
-    x, of_rows = round_to_fp8(x, input_scale, upper_bound, group)
-    of_rows = jnp.broadcast_to(of_rows, (x.shape[0], of_rows.shape[-1]))
-    return _multiplied(x, of_rows, w, scale, count=x.shape[0], group=group, dtype=dtype, config=config)
-
-
-@partial(jax.jit, static_argnames=("count", "dtype", "config"))
-def product_of_rounded(
-    x: jax.Array,
-    of_rows: jax.Array,
-    w: jax.Array,
-    scale: jax.Array,
-    *,
-    count: int,
-    dtype: Any,
-    config: Config | None = None,
-) -> jax.Array:
-    """dtype [count, N]: the product of the first rows, which are rounded, with all scales.
-
-    x: e4m3 [R, K]. of_rows: float32 [R, 1]. w: e4m3 [N, K]. scale: float32 [N, 1]. config: to try others than the
-    table's.
-    """
-    return _multiplied(x, of_rows, w, scale, count=count, group=None, dtype=dtype, config=config)
-
-
-def _multiplied(
-    x: jax.Array,
-    of_rows: jax.Array | None,
-    w: jax.Array,
-    scale: jax.Array,
-    *,
-    count: int,
-    group: int | None,
-    dtype: Any,
-    config: Config | None,
-) -> jax.Array:
-    """Of the first `count` rows. of_rows: float32 [R, G], of x in e4m3; None where x is as it was."""
-    rows, depth = count, x.shape[1]
+    rounded = _rounds(activations)
+    of_rows = scale  # which nobody reads if x is not rounded
+    rows, depth = x.shape
+    if rounded:
+        x, of_rows = round_to_fp8(x, input_scale, upper_bound, group)
+        x = as_bits(x)
+        of_rows = jnp.broadcast_to(of_rows, (rows, of_rows.shape[-1]))
     outputs, groups = scale.shape
-    rounded = of_rows is not None
     config = config or default_config(rows, rounded=rounded)
     step = config.depth if groups == 1 or group is None else min(config.depth, group)
     ctas = triton.cdiv(outputs, config.outputs) * triton.cdiv(rows, config.rows)
@@ -163,7 +130,6 @@ def _multiplied(
     constants |= {"OUTPUTS": config.outputs, "ROWS": config.rows, "STEP": step}
     constants["FOURS"] = x.dtype == jnp.bfloat16 and not triton.knobs.runtime.interpret
     out = jax.ShapeDtypeStruct((splits, rows, outputs), dtype if splits == 1 else jnp.float32)
-    x, of_rows = (as_bits(x), of_rows) if of_rows is not None else (x, scale)  # which nobody reads if x is not rounded
     (y,) = call(_fp8_product, launch, x, as_bits(w), of_rows, scale, out=[out], **constants)
     return y[0] if splits == 1 else jnp.sum(y, axis=0).astype(dtype)
 
