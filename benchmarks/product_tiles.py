@@ -4,7 +4,6 @@
     python benchmarks/product_tiles.py weights --rows 8 --json tiles.json
 
     weights    FP8 weights, rows in bfloat16
-    both       FP8 weights, rows that are in FP8 already
     int4       4-bit weights in groups of 128, rows in bfloat16
 
 Microseconds of each product of an 8B model in each configuration, beside the floor of its bytes; one JSON line each.
@@ -31,7 +30,7 @@ from jpaged.pallas_kernels.fp8_product import triton as fp8
 from jpaged.pallas_kernels.int4_product import triton as int4
 
 Config = fp8.Config | int4.Config
-_FORMS = {"weights": "FP8 weights", "both": "rounded FP8", "int4": "4 bits"}
+_FORMS = {"weights": "FP8 weights", "int4": "4 bits"}
 
 
 def configs(kind: str, rows: int) -> Sequence[Config]:
@@ -56,24 +55,20 @@ def operands(kind: str, rows: int, outputs: int, inputs: int) -> tuple[list[Any]
     else:
         weights = [(x * 64).astype(jnp.float8_e4m3fn) for x in values]
     scale = jnp.full((outputs, inputs // 128 if kind == "int4" else 1), 0.01, jnp.float32)
-    kept = jnp.float8_e4m3fn if kind == "both" else jnp.bfloat16
-    return [normal(100 + i, (rows, inputs), jnp.bfloat16).astype(kept) for i in range(copies)], weights, scale
+    return [normal(100 + i, (rows, inputs), jnp.bfloat16) for i in range(copies)], weights, scale
 
 
-def product(kind: str, config: Config, rows: int) -> Callable[..., jax.Array]:
+def product(kind: str, config: Config) -> Callable[..., jax.Array]:
     if kind == "int4":
         return lambda x, w, scale: int4.int4_product(x, w, scale, None, None, group=128, dtype=x.dtype, config=config)
-    options: dict[str, Any] = {"dtype": jnp.bfloat16, "config": config}
-    if kind == "both":
-        ones = jnp.ones((rows, 1))
-        return lambda x, w, scale: fp8.product_of_rounded(x, ones, w, scale, count=rows, **options)
-    options |= {"group": None, "activations": "none", "upper_bound": None}
+    options: dict[str, Any] = {"group": None, "activations": "none", "upper_bound": None}
+    options |= {"dtype": jnp.bfloat16, "config": config}
     return lambda x, w, scale: fp8.fp8_product(x, w, scale, None, **options)
 
 
 def figure(kind: str, config: Config, given: tuple[list[Any], list[Any], jax.Array]) -> float:
     """Microseconds."""
-    multiply = product(kind, config, given[0][0].shape[0])
+    multiply = product(kind, config)
     program = jax.jit(lambda x, w, scale: [multiply(*pair, scale) for pair in zip(x, w, strict=True)])
     seconds, _ = kernels.measure(lambda: (program, given, len(given[0]), 1.0), repeats=3)
     return 1e6 * statistics.median(seconds)
@@ -87,7 +82,7 @@ def measured(kind: str, layer: str, rows: int) -> Iterator[dict[str, Any]]:
     first = given[0][0], given[1][0], given[2]
 
     def lower(config: Config) -> None:  # jax-triton keeps what it compiles
-        jax.jit(product(kind, config, rows)).lower(*first)
+        jax.jit(product(kind, config)).lower(*first)
 
     with ThreadPoolExecutor(12) as pool:
         lowered = {config: pool.submit(partial(lower, config)) for config in configs(kind, rows)}

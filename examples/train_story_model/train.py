@@ -72,7 +72,7 @@ SIZES = {
         },
         *(64, CONTEXT, 3e-3),
     ),
-    "large": Size(  # 105 million, of the widths and positions of models that are served
+    "large": Size(  # 104 million, of the widths and positions of models that are served
         {
             "vocab_size": 2816,
             "hidden_size": 1024,
@@ -94,7 +94,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="directory for the trained model")
     parser.add_argument("--tokenizer", type=Path, help="use the tokenizer of this directory instead of training one")
     parser.add_argument(
-        "--size", choices=SIZES, default="story", help="0.14, 3.97 or 105 million parameters (%(default)s)"
+        "--size", choices=SIZES, default="story", help="0.14, 3.97 or 104 million parameters (%(default)s)"
     )
     parser.add_argument("--begin", type=Path, help="a model of this size to train on, instead of random weights")
     parser.add_argument("--steps", type=int, default=5000, help="optimizer steps (%(default)s)")

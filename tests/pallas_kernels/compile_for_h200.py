@@ -111,6 +111,10 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
             (scale, scale) if normed else None,
         )
         yield f"rope_and_write {kv_heads} x {group} D {head_dim}", rope_and_write, arguments, True
+    tables = Shape((32, 64), jnp.float32), Shape((32, 64), jnp.float32)
+    products = Shape((32, 6144), jnp.bfloat16), Shape((32, 1), jnp.float32), Shape((6144,), jnp.float32)
+    arguments = (pool, ops.Sums(*products, 32, jnp.dtype(jnp.bfloat16)), ids(32), tables, None)
+    yield "rope_and_write of sums", rope_and_write, arguments, True
     for rows, vocab in ((1, 151_936), (1024, 128_256), (32, 50_257)):
         floats, whole = Shape((rows,), jnp.float32), ids(rows)
         logits, seeds = Shape((rows, vocab), jnp.float32), Shape((rows, 2), jnp.uint32)

@@ -10,7 +10,8 @@ from jax import lax
 
 from jpaged import pallas_kernels as ops
 from jpaged.bench.kernel_cases.case import CARD_BYTES_S, CARD_FLOPS, L2_BYTES, Built, Case, normal
-from jpaged.pallas_kernels.round_rows.operands import padded
+from jpaged.pallas_kernels.fp8_product.api import product_of_rounded
+from jpaged.pallas_kernels.round_rows.operands import padded, type_of_sums
 
 PRODUCTS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate, up": (28_672, 4096), "down": (4096, 14_336)}
 """Outputs and inputs of an 8B model's products."""
@@ -49,7 +50,7 @@ def product_case(form: str, rows: int, outputs: int, inputs: int, backend: str |
     x: list[Any] = [normal(100 + i, (rows, inputs), jnp.bfloat16) for i in range(copies)]
     if form == "rounded FP8":
         x = [ops.round_rows(one)[0] for one in x]
-        product = partial(_of_rounded, backend)
+        product = _of_rounded
 
     @jax.jit
     def program(x: list[Any], weights: list[jax.Array], scale: jax.Array) -> list[Any]:
@@ -58,8 +59,9 @@ def product_case(form: str, rows: int, outputs: int, inputs: int, backend: str |
     return program, (x, weights, scale), copies, 2.0 * rows * outputs * inputs
 
 
-def _of_rounded(backend: str | None, x: ops.RoundedRows, w: jax.Array, scale: jax.Array) -> jax.Array | ops.Sums:
-    return ops.rounded_product(x, w, scale[:, 0], backend=backend)
+def _of_rounded(x: ops.RoundedRows, w: jax.Array, scale: jax.Array) -> jax.Array:
+    del scale
+    return product_of_rounded(x.values, w, type_of_sums(x.dtype))
 
 
 _ROUNDED = {"norm": 4096, "attention": 4096, "gate, up": 14_336}

@@ -23,9 +23,10 @@ from jpaged.models.linear import Linear, Product, Rounding, Rows
 from jpaged.models.parameters import Constant, Normal, parameter
 from jpaged.models.quantization.grouped import QuantizedGroupedLinear, Values
 from jpaged.models.quantization.layers import Kind, QuantizedLinear, RowOrder, rows_parameter
-from jpaged.pallas_kernels import RoundedRows, Sums, fp8_product, rounded_product
-from jpaged.pallas_kernels.fp8_product.api import Activations, takes_rounded_rows
+from jpaged.pallas_kernels import RoundedRows, Sums, fp8_product
+from jpaged.pallas_kernels.fp8_product.api import Activations, product_of_rounded, takes_rounded_rows
 from jpaged.pallas_kernels.fp8_product.rounding import round_to_fp8
+from jpaged.pallas_kernels.round_rows.operands import type_of_sums
 
 _RANDOM_STD = 64.0
 """Of random values: about what the largest of some thousands at 448 leaves the others."""
@@ -94,8 +95,7 @@ class Fp8Linear(QuantizedLinear):
         rounding = self.rounding(backend)
         if rounding is None or self.bias is not None:
             return super().sums(x, backend)
-        found = self._sums(x, rounding)
-        return found if isinstance(found, Sums) else found.reshape(-1, *self.layout.outputs)
+        return self._sums(x, rounding)
 
     def _term(self, x: Any, backend: str | None) -> jax.Array | Sums | Product:
         rounding = self.rounding(backend)
@@ -109,14 +109,14 @@ class Fp8Linear(QuantizedLinear):
             return super()._product(x, dtype, backend)
         sums = self._sums(x, rounding)
         outer = sums.shape[:1] if isinstance(x, RoundedRows) else x.shape[: x.ndim - len(self.layout.inputs)]
-        found = sums.wide() if isinstance(sums, Sums) else sums
-        return found.astype(dtype or sums.dtype).reshape(*outer, *self.layout.outputs)
+        return sums.wide().astype(dtype or sums.dtype).reshape(*outer, *self.layout.outputs)
 
-    def _sums(self, x: Any, rounding: Rounding) -> jax.Array | Sums:
-        """[T, all outputs], or sums whose scales are still to be multiplied."""
+    def _sums(self, x: Any, rounding: Rounding) -> Sums:
+        """The product, without scales so far."""
         rows = x if isinstance(x, RoundedRows) else rounding(x.reshape(-1, self.layout.input_size))[0]
         kernel, scale = self._weights()
-        return rounded_product(rows, kernel, scale[:, 0], backend=rounding.backend)
+        products = product_of_rounded(rows.values, kernel, type_of_sums(rows.dtype))
+        return Sums(products, rows.scales, scale[:, 0], rows.count, rows.dtype)
 
     def _weights(self) -> tuple[jax.Array, jax.Array]:
         """e4m3 [all outputs, inputs], and scales [all outputs, G]."""

@@ -23,7 +23,7 @@ _EIGHT = tl.constexpr("""
 }
 """)
 """Four bytes to eight bfloat16: each becomes the lower one of 16 bits. Four bits put below the digits of 128 make it
-larger by their value, two at a time, and 136 is taken away: a third of the instructions of conversions."""
+larger by their value, two at a time, and 136 is taken away."""
 
 
 @triton.jit
