@@ -9,10 +9,12 @@
 #     serving-0.6b      3 min      Qwen3-0.6B behind the server, 800 requests at 50 a second and 1,000 at once
 #     serving-8b        6 min      Llama-3.1-8B behind the server, 500 requests at 25 a second and 1,000 at once
 #
-# Throughput runs other, this, this, other; the two of a pair show the spread. Serving starts both servers, each with two
-# fifths of the GPU's memory, and loads them in turns, ROUNDS times (5) at the rate and BURSTS times (2) at once, so that no
-# measurement depends on one process alone. OUT gets a report for each run. The first run of each checkout compiles,
-# unless JPAGED_CACHE_DIR holds its programs. Compare two reports with `python benchmarks/compare.py OTHER.json THIS.json`.
+# Throughput runs other, this, this, other (TURNS); the two of a pair show the spread. OPTIONS are added to its command.
+# Serving starts both servers at once, each with two fifths of the GPU's memory, and loads them in turns, ROUNDS times (5)
+# at the rate (REQUESTS, if set, instead of so many) and BURSTS times (2) at once, so that no measurement depends on one
+# process alone. OUT gets a report for each run. The first run of each checkout compiles, unless JPAGED_CACHE_DIR holds
+# its programs. Compare two reports with `python benchmarks/compare.py OTHER.json THIS.json`. Of the other checkout, the
+# package `jpaged` is enough.
 set -uo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
 other=$(cd "${1:?the directory of another checkout}" && pwd)
@@ -22,7 +24,7 @@ PYTHON=${PYTHON:-python}
 
 in_turns() { # LIMIT_S FUNCTION MODEL
     local turn=0 which
-    for which in other this this other; do
+    for which in ${TURNS:-other this this other}; do
         local checkout=$here
         [[ $which == other ]] && checkout=$other
         turn=$((turn + 1))
@@ -33,9 +35,10 @@ in_turns() { # LIMIT_S FUNCTION MODEL
 }
 
 throughput() { # MODEL LIMIT_S NAME
+    # shellcheck disable=SC2086  # OPTIONS are several words
     timeout --kill-after=10 "$2" "$PYTHON" -m jpaged bench throughput --model "$1" --load-format dummy \
         --max-model-len 17000 --workload single --workload batch-32 --workload sharegpt --runs "${RUNS:-3}" \
-        --json "$OUT/throughput-$1-$3.json"
+        ${OPTIONS:-} --json "$OUT/throughput-$1-$3.json"
 }
 
 serving() { # MODEL RATE NUM_PROMPTS
@@ -49,6 +52,8 @@ serving() { # MODEL RATE NUM_PROMPTS
             "$work/$model" --load-format dummy --served-model-name "$model" --port "${ports[$which]}" \
             --gpu-memory-utilization 0.4 --no-access-log >"$OUT/serve-$model-$which.log" 2>&1) &
         servers[$which]=$!
+    done
+    for which in other this; do
         until curl -sf "http://127.0.0.1:${ports[$which]}/health" >/dev/null; do
             kill -0 "${servers[$which]}" 2>/dev/null || { echo "server '$which' did not start" >&2; return 1; }
             sleep 1
@@ -86,8 +91,8 @@ for step in "$@"; do
     case $step in
         throughput-0.6b) in_turns 150 throughput qwen3-0.6b ;;
         throughput-8b) in_turns 200 throughput llama-3.1-8b ;;
-        serving-0.6b) serving qwen3-0.6b 50 800 ;;
-        serving-8b) serving llama-3.1-8b 25 500 ;;
+        serving-0.6b) serving qwen3-0.6b 50 "${REQUESTS:-800}" ;;
+        serving-8b) serving llama-3.1-8b 25 "${REQUESTS:-500}" ;;
         *)
             echo "unknown step $step; see the top of $0" >&2
             exit 2 ;;

@@ -2,10 +2,12 @@
 
     python benchmarks/dummy_model.py llama-3.1-8b DIR      then: jpaged serve DIR --load-format dummy
     python benchmarks/dummy_model.py llama-3.1-8b DIR --weights           jpaged serve DIR
+    python benchmarks/dummy_model.py llama-3.1-8b DIR --scheme int4     jpaged serve DIR --load-format dummy
 
 The tokenizer is byte-level BPE without merges, its tokens random words of 2 to 8 letters: turning token ids into text
 costs what it costs with a real one, and the prompts of `jpaged bench serve` are token ids. --weights writes a
-checkpoint as well, where reading it is what is measured.
+checkpoint as well, where reading it is what is measured. --scheme makes the configuration one of a checkpoint that
+`jpaged quantize` wrote.
 """
 
 import argparse
@@ -21,6 +23,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jpaged.bench.models import CONFIGS
+from jpaged.models.quantization.recipes import RECIPES
 
 
 def write_tokenizer(directory: Path, vocab_size: int) -> None:
@@ -112,9 +115,15 @@ def main() -> None:
         action="store_true",
         help="random bfloat16 weights, for shapes like Llama's, Qwen3's and Qwen3-MoE's",
     )
+    parser.add_argument("--scheme", choices=RECIPES, help="of weights in fewer bits, for --load-format dummy")
     args = parser.parse_args()
+    if args.weights and args.scheme:
+        parser.error("--weights writes bfloat16, which goes with no --scheme; quantize what it writes")
     args.directory.mkdir(parents=True, exist_ok=True)
-    (args.directory / "config.json").write_text(json.dumps(CONFIGS[args.model], indent=2))
+    config = CONFIGS[args.model]
+    if args.scheme:
+        config = config | {"quantization_config": RECIPES[args.scheme].config(["lm_head"])}
+    (args.directory / "config.json").write_text(json.dumps(config, indent=2))
     write_tokenizer(args.directory, CONFIGS[args.model]["vocab_size"])
     if args.weights:
         write_weights(args.directory, CONFIGS[args.model])

@@ -1,9 +1,9 @@
-"""Measures tile configurations of the Triton attention kernels on this GPU, for the tables in
-`jpaged/pallas_kernels/{decode,ragged}_attention/triton.py`.
+"""Measures configurations of Triton kernels on this GPU: tiles of attention, for the tables in
+`jpaged/pallas_kernels/{decode,ragged}_attention/triton.py`, and how sampling cuts a row.
 
     python benchmarks/triton_tiles.py decode --head-dim 128 --json tiles.json
 
-Each configuration is measured on the first case; the best of them on the others. One JSON line a figure.
+Each configuration of attention is measured on the first case; the best of them on the others. One JSON line a figure.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,20 @@ import numpy as np
 
 from jpaged.bench import kernels
 from jpaged.bench.kernel_cases.attention import Setting, attention_case
+from jpaged.bench.kernel_cases.case import Built
+from jpaged.bench.kernel_cases.sampling import sample_case
 from jpaged.bench.kernels import measure
 from jpaged.pallas_kernels.common.attention_arguments import Features, Operands
 from jpaged.pallas_kernels.decode_attention import triton as decode
 from jpaged.pallas_kernels.ragged_attention import triton as ragged
+from jpaged.pallas_kernels.sample_tokens import triton as sampling
+from jpaged.pallas_kernels.sample_tokens.operands import Operands as Draws
 
 DECODE_CASES = ((64, 4096), (256, 1024), (8, 16384), (32, 1024))
-RAGGED_CASES = ((1, 16384), (4, 4096), (16, 1024))
+RAGGED_CASES = ((16, 1024), (4, 4096), (1, 16384))
+SAMPLING_CASES = ((256, 0.95), (1, 0.95), (256, 1.0))  # rows, top_p
+SAMPLING_CUTS = ((512, 2048), (256, 2048), (256, 4096), (512, 4096), (1024, 4096))
+"""Tokens that a warp handles at once, and of a program."""
 
 Config = decode.Config | ragged.Config
 
@@ -46,24 +54,22 @@ def decode_configs(head_dim: int) -> list[Config]:
 
 
 def ragged_configs(head_dim: int) -> list[Config]:
-    """Candidates."""
-    shapes: list[tuple[int, ...]] = [(64, 64, 4, stages) for stages in (2, 3, 5)]
+    """Candidates. Of head_dim 128 two CTAs fit a multiprocessor of a Hopper GPU where they have 128 registers a
+    thread; those of the others have fewer keys a step, or more rows."""
+    if head_dim == 128:
+        shapes: list[tuple[Any, ...]] = [(128, 64, 8, 3, 128), (128, 64, 8, 2, 128), (128, 32, 8, 5, 128)]
+        shapes += [(64, 32, 4, 4, 128), (64, 64, 4, 3), (128, 128, 8, 3), (256, 64, 16, 3, 128)]
+        return [ragged.Config(*shape) for shape in shapes]
+    shapes = [(64, 64, 4, stages) for stages in (2, 3, 5)]
     shapes += [(128, 64, 8, stages) for stages in (2, 3, 5)] + [(128, 64, 8, 3, 128), (128, 32, 8, 3, 128)]
-    if head_dim <= 128:
-        shapes += [
-            (64, 128, 4, 3),
-            (128, 128, 8, 2),
-            (128, 128, 8, 3),
-            (128, 64, 4, 3),
-            (128, 32, 4, 5),
-            (64, 32, 4, 5),
-        ]
+    if head_dim < 128:
+        shapes += [(64, 128, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 2, 128)]
     else:
         shapes += [(64, 64, 8, 3), (64, 32, 8, 3), (128, 32, 8, 3), (64, 32, 4, 3)]
     return [ragged.Config(*shape) for shape in shapes]
 
 
-def case(kind: str, batch: int, length: int, setting: Setting) -> tuple[Any, Any, int, float]:
+def case(kind: str, batch: int, length: int, setting: Setting) -> Built:
     lens = np.full(batch, length, np.int64)
     return attention_case(lens, None if kind == "decode" else lens, setting, "triton")
 
@@ -87,37 +93,73 @@ def compile_all(kind: str, configs: Sequence[Config], arguments: tuple[Any, ...]
                 )
 
 
-def figure(kind: str, batch: int, length: int, setting: Setting, config: Config) -> float | None:
+def figure(kind: str, built: Built, config: Config) -> float | None:
     """GB/s or TFLOP/s; None if it cannot run."""
     module = decode if kind == "decode" else ragged
     module.default_config = lambda *_, **__: config
     jax.clear_caches()
     try:
-        seconds, work = measure(lambda: case(kind, batch, length, setting), repeats=3)
+        seconds, work = measure(lambda: built, repeats=3)
     except Exception as error:
         print(json.dumps({"config": str(config), "error": f"{type(error).__name__}: {error}"[:300]}), flush=True)
         return None
     return work / statistics.median(seconds) / (1e9 if kind == "decode" else 1e12)
 
 
+def _same(built: Built) -> Built:
+    return built
+
+
+def compile_cuts(logits: jax.Array, arguments: Sequence[jax.Array], positions: jax.Array) -> None:
+    """Compiles sampling's kernels in all cuts at once."""
+    operands = Draws(logits, *arguments, positions)
+
+    def compile_one(cut: tuple[int, int]) -> None:
+        sampling.sample_tokens.lower(operands, tile=cut[0], part=cut[1])
+
+    with ThreadPoolExecutor(12) as pool_of_threads:
+        for done in [pool_of_threads.submit(compile_one, cut) for cut in SAMPLING_CUTS]:
+            done.result()
+
+
+def sampling_figures() -> list[dict[str, Any]]:
+    """Microseconds a draw, of each cut and case."""
+    figures: list[dict[str, Any]] = [{"tile": tile, "part": part} for tile, part in SAMPLING_CUTS]
+    for rows, top_p in SAMPLING_CASES:
+        built = sample_case(rows, 0, top_p, "triton")
+        positions, logits, arguments = built[1]
+        compile_cuts(logits[0], arguments, positions)
+        for of_cut in figures:
+            sampling._TILE, sampling._PART = of_cut["tile"], of_cut["part"]
+            jax.clear_caches()
+            seconds, _ = measure(partial(_same, built), repeats=3)
+            of_cut[f"{rows} rows, top_p {top_p}"] = statistics.median(seconds) * 1e6
+            print(json.dumps(of_cut), flush=True)
+    return figures
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", choices=("decode", "ragged"))
+    parser.add_argument("kind", choices=("decode", "ragged", "sampling"))
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--best", type=int, default=4, help="configurations that are measured on all cases")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     kind, head_dim = options.kind, options.head_dim
     kernels._BATCH_S = 0.02
+    if kind == "sampling":
+        options.json.write_text(json.dumps({"kind": kind, "figures": sampling_figures()}, indent=1))
+        return
     setting = Setting(head_dim=head_dim) if head_dim <= 128 else Setting(16, 4, head_dim)
     first, *others = DECODE_CASES if kind == "decode" else RAGGED_CASES
     configs = decode_configs(head_dim) if kind == "decode" else ragged_configs(head_dim)
     figures: dict[Config, dict[str, float]] = {config: {} for config in configs}
 
     def run(chosen: Sequence[Config], batch: int, length: int) -> None:
-        compile_all(kind, chosen, case(kind, batch, length, setting)[1])
+        built = case(kind, batch, length, setting)
+        compile_all(kind, chosen, built[1])
         for config in chosen:
-            if (value := figure(kind, batch, length, setting, config)) is not None:
+            if (value := figure(kind, built, config)) is not None:
                 figures[config][f"{batch} x {length}"] = value
                 print(json.dumps({"config": str(config), "case": f"{batch} x {length}", "value": value}), flush=True)
 

@@ -9,6 +9,7 @@
 #     attention     1     30 s       decode and a chunk of one layer: cuDNN over contiguous addresses, our kernels
 #     steps         1     80 s       8B, decode steps: mean and p99: paged; virtual, pages mapped ahead and in the step
 #     growth        1     150 s      8B, the same of 1,000 sequences of equal lengths, which grow together
+#     prompts       1     145 s      8B, time to the first token by when pages are mapped, and what layouts agree on
 #     sharing       1     50 s       8B, two engines on one card: its memory while one needs what the other does not
 #     mapping       1     5 s        pages mapped and unmapped a second
 #     figure18      1     220 s      8B, the PagedAttention paper's Figure 18: block sizes 16, 32, 64 and 128
@@ -29,6 +30,8 @@ SIZES=(--model llama-3.1-8b --load-format dummy --max-model-len 17000)
 FEW=(--max-num-batched-tokens 8192 --token-buckets 1024,8192)
 STEPS=(--rows 64 --context 512)
 GROWTH=(--rows 1000 --context 496 --steps 128)
+FIRST_TOKEN=(--max-num-seqs 40 --decode-buckets 40 --max-num-batched-tokens 4096 --token-buckets 1024,4096)
+FIRST_TOKEN+=(--rows 32 --context 512 --steps 64 --layout paged --layout sliced --layout cudnn)
 SHARED=(--rows 64 --context 2048 --steps 128 --kv-idle-release-s 1)
 ATTENTION=(--rows 64 --context 4096)
 PROMPTS=(--num-prompts 100)
@@ -38,6 +41,8 @@ if [[ -n ${SMALL:-} ]]; then
     FEW=(--max-num-batched-tokens 64 --token-buckets 64)
     STEPS=(--rows 4 --context 32 --steps 32)
     GROWTH=(--rows 12 --context 30 --steps 32)
+    FIRST_TOKEN=("${FEW[@]}" --max-num-seqs 6 --decode-buckets 6 --prompt-lengths 32,150)
+    FIRST_TOKEN+=(--rows 4 --context 32 --steps 16 --layout paged --layout sliced --layout per-layer)
     SHARED=(--rows 4 --context 96 --steps 32 --kv-idle-release-s 0.2)
     ATTENTION=(--rows 2 --context 64)
     PROMPTS=(--num-prompts 4 --rate 40 --num-gpu-blocks 256)
@@ -99,6 +104,8 @@ for name in "${named[@]}"; do
             few=("${FEW[@]}" --max-num-seqs "${SLOTS[1]}" --decode-buckets "${SLOTS[1]}")
             vattention "$name" 150 --part steps "${SIZES[@]}" "${few[@]}" "${GROWTH[@]}" --skip-sleep \
                 --layout sliced --layout paged ;;
+        prompts)
+            vattention "$name" 200 --part prompts --part agreement "${SIZES[@]}" "${FIRST_TOKEN[@]}" ;;
         sharing)
             vattention "$name" 150 --part sharing "${SIZES[@]}" "${few[@]}" "${SHARED[@]}" ;;
         figure18)

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
 from types import ModuleType
 
@@ -208,8 +209,20 @@ def test_packed_rows_keep_conversations_apart(example: dict[str, ModuleType]) ->
     assert batch.learned[batch.segments == 0].sum() == 0
 
 
+def test_joined_rows_are_one_long_text(example: dict[str, ModuleType]) -> None:
+    data = example["data"]
+    encoder = data.Encoder(str(demo_model_path() / "tokenizer.json"))
+    batch = data.join(encoder, random.Random(6), rows=2, length=2000, held_out=False)
+    apart = data.documents(encoder, random.Random(6), held_out=False)
+    ids, marks = (list(chain(*parts)) for parts in zip(*islice(apart, 20), strict=True))
+    assert batch.tokens[0].tolist() == ids[:2000]
+    assert batch.learned[0].tolist() == [*marks[:1999], 0]
+    assert (batch.segments == 1).all()
+    assert (batch.positions == range(2000)).all()
+
+
 def test_the_example_trains_a_model_that_loads(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLE / "train.py"), "--output", str(tmp_path), "--tiny", "--steps", "3"]
+    command = [sys.executable, str(EXAMPLE / "train.py"), "--output", str(tmp_path), "--size", "tiny", "--steps", "3"]
     options = ["--rows", "1", "--length", "256", "--workers", "1", "--log-every", "1"]
     run = subprocess.run([*command, *options], capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr

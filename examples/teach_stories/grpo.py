@@ -10,7 +10,7 @@ from flax import nnx
 
 from jpaged import RequestOutput
 from jpaged.models import Model
-from jpaged.training import token_logprobs
+from jpaged.training import compiler_options, token_logprobs
 
 CLIP = 0.2
 """A token's ratio of new to old probability counts up to 1 + CLIP, and from 1 - CLIP on."""
@@ -56,32 +56,37 @@ class Trainer:
     def __init__(self, model: Model, module: Any, learning_rate: float, batch_invariant: bool) -> None:
         self.module = module
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(learning_rate))
-        self._optimizer = nnx.Optimizer(module, optimizer, wrt=nnx.Param)
+        self._state = optimizer.init(nnx.state(module, nnx.Param))
 
-        def logprobs(module: Any, batch: Batch) -> jax.Array:
-            return token_logprobs(model, module, batch.tokens, batch.lengths, batch_invariant=batch_invariant)
+        def ratios(params: nnx.State, batch: Batch) -> jax.Array:
+            found = token_logprobs(model, params, batch.tokens, batch.lengths, batch_invariant=batch_invariant)
+            return jnp.where(batch.is_story, jnp.exp(found - batch.logprobs), 1.0)
 
-        def ratios(module: Any, batch: Batch) -> jax.Array:
-            return jnp.where(batch.is_story, jnp.exp(logprobs(module, batch) - batch.logprobs), 1.0)
-
-        def loss(module: Any, batch: Batch) -> jax.Array:
-            ratio, advantage = ratios(module, batch), batch.advantages[:, None]
+        def loss(params: nnx.State, batch: Batch) -> jax.Array:
+            ratio, advantage = ratios(params, batch), batch.advantages[:, None]
             clipped = jnp.clip(ratio, 1 - CLIP, 1 + CLIP)
             gain = jnp.minimum(ratio * advantage, clipped * advantage)
             return -jnp.sum(jnp.where(batch.is_story, gain, 0.0)) / jnp.sum(batch.is_story)
 
-        def update(module: Any, optimizer: nnx.Optimizer, batch: Batch) -> jax.Array:
-            found, gradients = nnx.value_and_grad(loss)(module, batch)
-            optimizer.update(module, gradients)
-            return found
+        def update(
+            params: nnx.State, state: optax.OptState, batch: Batch
+        ) -> tuple[nnx.State, optax.OptState, jax.Array]:
+            found, gradients = jax.value_and_grad(loss)(params, batch)
+            updates, state = optimizer.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state, found
 
-        self._update = nnx.jit(update)
-        self._distance = nnx.jit(lambda module, batch: jnp.max(jnp.abs(ratios(module, batch) - 1)))
+        options = compiler_options()  # products as the engine has them, of whose bits batch_invariant speaks
+        self._update = jax.jit(update, donate_argnums=(0, 1), compiler_options=options)
+        self._distance = jax.jit(
+            lambda params, batch: jnp.max(jnp.abs(ratios(params, batch) - 1)), compiler_options=options
+        )
 
     def distance(self, batch: Batch) -> float:
         """How far the ratio of any sampled token is from 1: what the trainer and the sampler compute differently."""
-        return float(self._distance(self.module, batch))
+        return float(self._distance(nnx.state(self.module, nnx.Param), batch))
 
     def update(self, batch: Batch) -> float:
         """One step; returns the loss."""
-        return float(self._update(self.module, self._optimizer, batch))
+        params, self._state, loss = self._update(nnx.state(self.module, nnx.Param), self._state, batch)
+        nnx.update(self.module, params)
+        return float(loss)

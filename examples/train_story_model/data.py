@@ -9,6 +9,8 @@ positions begin again at 0, so that a token is trained exactly as it will be ser
     learned    0         0        0  0        0       1             1        0       0              0
 
 `learned` marks the tokens whose successor the model learns to predict: those of the assistant, <|end|> included.
+
+Joined rows are for long contexts: all conversations of a row are one segment, and positions run on to its end.
 """
 
 import multiprocessing
@@ -101,6 +103,23 @@ def pack(encoder: Encoder, rng: random.Random, rows: int, length: int, held_out:
     return Batch(tokens[closed], segments[closed], positions[closed], learned[closed])
 
 
+def join(encoder: Encoder, rng: random.Random, rows: int, length: int, held_out: bool) -> Batch:
+    """`rows` full rows of documents one after the other, all of which a token sees that come before it."""
+    tokens, learned = np.zeros((rows, length), np.int32), np.zeros((rows, length), np.float32)
+    stream = documents(encoder, rng, held_out)
+    for row in range(rows):
+        ids: list[int] = []
+        marks: list[int] = []
+        while len(ids) < length:
+            document, mask = next(stream)
+            ids += document
+            marks += mask
+        tokens[row], learned[row] = ids[:length], marks[:length]
+    learned[:, -1] = 0  # whose successor is cut off
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
+    return Batch(tokens, np.ones_like(tokens), positions, learned)
+
+
 _encoder: Encoder | None = None
 
 
@@ -110,16 +129,17 @@ def _start_worker(tokenizer_file: str) -> None:
     _encoder = Encoder(tokenizer_file)
 
 
-def _work(seed: int, index: int, rows: int, length: int, held_out: bool) -> Batch:
+def _work(seed: int, index: int, rows: int, length: int, joined: bool) -> Batch:
     if _encoder is None:
         raise RuntimeError("the worker was not started with _start_worker")
     # A string seeds by its hash (sha512), so that neighbouring indices have unrelated streams.
-    return pack(_encoder, random.Random(f"{seed}/{index}/{held_out}"), rows, length, held_out)
+    return (join if joined else pack)(_encoder, random.Random(f"{seed}/{index}/False"), rows, length, held_out=False)
 
 
-def held_out_batch(tokenizer_file: Path, seed: int, rows: int, length: int) -> Batch:
+def held_out_batch(tokenizer_file: Path, seed: int, rows: int, length: int, *, joined: bool = False) -> Batch:
     """Rows in which every hero meets an object that it never meets in training."""
-    return pack(Encoder(str(tokenizer_file)), random.Random(f"{seed}/held-out"), rows, length, held_out=True)
+    rng = random.Random(f"{seed}/held-out")
+    return (join if joined else pack)(Encoder(str(tokenizer_file)), rng, rows, length, held_out=True)
 
 
 class Stream:
@@ -128,8 +148,10 @@ class Stream:
     Workers run ahead by a few batches each; leaving the context ends them.
     """
 
-    def __init__(self, tokenizer_file: Path, seed: int, rows: int, length: int, workers: int) -> None:
-        self._arguments = (rows, length, False)
+    def __init__(
+        self, tokenizer_file: Path, seed: int, rows: int, length: int, workers: int, *, joined: bool = False
+    ) -> None:
+        self._arguments = (rows, length, joined)
         self._seed = seed
         self._ahead = 3 * workers
         # Not "fork": a process that holds JAX's threads must not be forked.

@@ -1,7 +1,7 @@
 """Trains a small Llama chat model on stories made up by this folder's generator, and saves it for serving.
 
     python examples/train_story_model/train.py --output story_model              # one H200: six minutes
-    python examples/train_story_model/train.py --output tiny --tiny --steps 20   # a smoke run on a CPU: a minute
+    python examples/train_story_model/train.py --output tiny --size tiny --steps 20   # a smoke run on a CPU: a minute
 
 The result is a Hugging Face directory: `jpaged chat --model story_model` talks to it, and transformers
 loads it too. The way from training to serving, for your own model:
@@ -19,7 +19,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,26 +34,58 @@ from text_tokenizer import BEGIN, CONTEXT, END, PAD, corpus_sample, save_tokeniz
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for a run without installing it
 
-from jpaged.models import Model, ModelConfig, Weights, build, dense_causal_attend, save_pretrained
+from jpaged.models import Model, ModelConfig, Weights, build, dense_causal_attend, load, save_pretrained
+from jpaged.pallas_kernels import split_qkv
 
-# 3.97 million parameters: just under 8,000,000 bytes in bfloat16.
-FULL = {
-    "vocab_size": 2816,
-    "hidden_size": 256,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "intermediate_size": 448,
-}
-TINY = {
-    "vocab_size": 1024,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "intermediate_size": 128,
+
+class Size(NamedTuple):
+    """config: entries of config.json. rows, length: of a batch. learning_rate: at its peak."""
+
+    config: dict[str, Any]
+    rows: int
+    length: int
+    learning_rate: float
+
+
+SIZES = {
+    "tiny": Size(  # 0.14 million parameters, for smoke runs
+        {
+            "vocab_size": 1024,
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "intermediate_size": 128,
+        },
+        *(4, 512, 3e-3),
+    ),
+    "story": Size(  # 3.97 million: just under 8,000,000 bytes in bfloat16
+        {
+            "vocab_size": 2816,
+            "hidden_size": 256,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "intermediate_size": 448,
+        },
+        *(64, CONTEXT, 3e-3),
+    ),
+    "large": Size(  # 105 million, of the widths and positions of models that are served
+        {
+            "vocab_size": 2816,
+            "hidden_size": 1024,
+            "num_hidden_layers": 9,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "intermediate_size": 2816,
+            "max_position_embeddings": 32768,
+            "rope_theta": 500000.0,
+        },
+        *(32, CONTEXT, 1e-3),
+    ),
 }
 
 
@@ -61,14 +93,20 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="directory for the trained model")
     parser.add_argument("--tokenizer", type=Path, help="use the tokenizer of this directory instead of training one")
-    parser.add_argument("--tiny", action="store_true", help="a model of 0.14 million parameters, for smoke runs")
+    parser.add_argument(
+        "--size", choices=SIZES, default="story", help="0.14, 3.97 or 105 million parameters (%(default)s)"
+    )
+    parser.add_argument("--begin", type=Path, help="a model of this size to train on, instead of random weights")
     parser.add_argument("--steps", type=int, default=5000, help="optimizer steps (%(default)s)")
     parser.add_argument(
         "--minutes", type=float, help="after the warm-up, choose the steps so that training takes this long"
     )
-    parser.add_argument("--rows", type=int, help="packed rows in a batch (64, or 4 with --tiny)")
-    parser.add_argument("--length", type=int, help=f"tokens in a row ({CONTEXT}, or 512 with --tiny)")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="at its peak (%(default)s)")
+    parser.add_argument("--rows", type=int, help="packed rows in a batch (default: 4, 64 or 32, by size)")
+    parser.add_argument("--length", type=int, help=f"tokens in a row ({CONTEXT}, or 512 of size tiny)")
+    parser.add_argument(
+        "--join", action="store_true", help="conversations of a row follow and see each other: for long contexts"
+    )
+    parser.add_argument("--learning-rate", type=float, help="at its peak (default: 3e-3, or 1e-3 of size large)")
     parser.add_argument(
         "--warmup", type=int, default=200, help="steps of linear warm-up, then cosine to a tenth (%(default)s)"
     )
@@ -79,22 +117,24 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoint", type=Path, help="directory for Orbax checkpoints; training resumes from it")
     parser.add_argument("--checkpoint-every", type=int, default=1000, help="steps between checkpoints (%(default)s)")
     args = parser.parse_args()
-    args.rows = args.rows or (4 if args.tiny else 64)
-    args.length = args.length or (512 if args.tiny else CONTEXT)
+    size = SIZES[args.size]
+    args.rows = args.rows or size.rows
+    args.length = args.length or size.length
+    args.learning_rate = args.learning_rate or size.learning_rate
     args.warmup = min(args.warmup, max(1, args.steps // 4))
     return args
 
 
-def model_config(tiny: bool) -> dict[str, Any]:
+def model_config(size: str) -> dict[str, Any]:
     """A config.json, as Hugging Face spells it."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        **(TINY if tiny else FULL),
         "hidden_act": "silu",
         "max_position_embeddings": CONTEXT,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
+        **SIZES[size].config,
         "tie_word_embeddings": True,
         "attention_bias": False,
         "mlp_bias": False,
@@ -104,12 +144,22 @@ def model_config(tiny: bool) -> dict[str, Any]:
     }
 
 
-def loss_sums(model: Model, weights: Weights, batch: Batch) -> tuple[jax.Array, jax.Array]:
+def fused_attend(qkv: jax.Array, *, scale: float, rotation: Any = None, **unused: Any) -> jax.Array:
+    """Causal attention over a joined row, by cuDNN, which keeps no scores: those of long rows would not fit.
+
+    unused: what layers of this model's kind do without, such as windows.
+    """
+    q, k, v = split_qkv(qkv, rotation=rotation)
+    implementation = "cudnn" if jax.default_backend() == "gpu" else None
+    return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, implementation=implementation)
+
+
+def loss_sums(model: Model, joined: bool, weights: Weights, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """Summed cross-entropy (nats) over the learned tokens of a batch, and how many they are."""
 
     def one_row(tokens: jax.Array, segments: jax.Array, positions: jax.Array) -> jax.Array:
         # The engine passes an `attend` that reads the paged cache; here it is plain causal attention in segments.
-        attend = partial(dense_causal_attend, segment_ids=segments)
+        attend = fused_attend if joined else partial(dense_causal_attend, segment_ids=segments)
         return model.logits(weights, model.forward(weights, tokens, positions, attend))
 
     logits = jax.vmap(one_row)(batch.tokens, batch.segments, batch.positions)
@@ -118,13 +168,13 @@ def loss_sums(model: Model, weights: Weights, batch: Batch) -> tuple[jax.Array, 
     return jnp.sum(losses * batch.learned), jnp.sum(batch.learned)
 
 
-def make_step(model: Model, optimizer: optax.GradientTransformation) -> Any:
+def make_step(model: Model, joined: bool, optimizer: optax.GradientTransformation) -> Any:
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(
         weights: Weights, state: optax.OptState, batch: Batch, learning_rate: jax.Array
     ) -> tuple[Weights, optax.OptState, jax.Array]:
         def loss(weights: Weights) -> jax.Array:
-            total, count = loss_sums(model, tuple(w.astype(model.dtype) for w in weights), batch)
+            total, count = loss_sums(model, joined, tuple(w.astype(model.dtype) for w in weights), batch)
             return total / count
 
         value, gradients = jax.value_and_grad(loss)(weights)
@@ -135,9 +185,9 @@ def make_step(model: Model, optimizer: optax.GradientTransformation) -> Any:
     return step
 
 
-def evaluate(model: Model, weights: Weights, batch: Batch, rows_at_once: int = 8) -> float:
+def evaluate(model: Model, joined: bool, weights: Weights, batch: Batch, rows_at_once: int = 8) -> float:
     """Mean loss (nats a token) on a batch."""
-    sums = jax.jit(partial(loss_sums, model))
+    sums = jax.jit(partial(loss_sums, model, joined))
     weights = tuple(w.astype(model.dtype) for w in weights)
     total = count = 0.0
     for start in range(0, len(batch.tokens), rows_at_once):
@@ -183,7 +233,7 @@ class Checkpoints:
 
 def main() -> None:
     args = arguments()
-    config = model_config(args.tiny)
+    config = model_config(args.size)
     args.output.mkdir(parents=True, exist_ok=True)
 
     tokenizer_file = args.output / "tokenizer.json"
@@ -191,14 +241,15 @@ def main() -> None:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (args.output / name).write_bytes((args.tokenizer / name).read_bytes())
     else:
-        texts = corpus_sample(2_000 if args.tiny else 40_000, seed=args.seed)
+        texts = corpus_sample(2_000 if args.size == "tiny" else 40_000, seed=args.seed)
         save_tokenizer(train_tokenizer(texts, config["vocab_size"]), args.output)
-    held_out = held_out_batch(tokenizer_file, args.seed, rows=args.rows if args.tiny else 256, length=args.length)
+    rows = args.rows if args.size == "tiny" else max(1, 256 * CONTEXT // args.length)
+    held_out = held_out_batch(tokenizer_file, args.seed, rows, args.length, joined=args.join)
 
     gpu = jax.default_backend() != "cpu"
     model = build(ModelConfig.from_dict(config), "bfloat16" if gpu else "float32")
     master = build(ModelConfig.from_dict(config), "float32")  # the same model; its weights are what is optimized
-    weights = master.init(args.seed)
+    weights = load(master, args.begin) if args.begin else master.init(args.seed)
     decayed = tuple(w.ndim > 1 for w in weights)
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0),
@@ -208,7 +259,7 @@ def main() -> None:
     state = optimizer.init(weights)
     checkpoints = Checkpoints(args.checkpoint, args.checkpoint_every)
     weights, state, first_step = checkpoints.restore(weights, state)
-    step_fn = make_step(model, optimizer)
+    step_fn = make_step(model, args.join, optimizer)
     print(
         f"{model.num_parameters:,} parameters, {args.rows} rows of {args.length} tokens a step, "
         f"{jax.devices()[0].device_kind}",
@@ -217,7 +268,7 @@ def main() -> None:
 
     steps, history = args.steps, []
     losses: list[jax.Array] = []
-    with Stream(tokenizer_file, args.seed, args.rows, args.length, args.workers) as stream:
+    with Stream(tokenizer_file, args.seed, args.rows, args.length, args.workers, joined=args.join) as stream:
         batches = iter(stream)
         for _ in range(first_step):  # the stream is a function of the step: skip what was learned before
             next(batches)
@@ -255,7 +306,7 @@ def main() -> None:
     checkpoints.close()
 
     weights = tuple(w.astype(jnp.bfloat16) for w in weights)  # as saved: the figure below is the served model's
-    final = evaluate(model, weights, held_out)
+    final = evaluate(model, args.join, weights, held_out)
     print(f"held-out loss {final:.4f} nats a token", flush=True)
     save_pretrained(master, weights, args.output, dtype="bfloat16")
     ids = {name: config[f"{name}_token_id"] for name in ("bos", "eos", "pad")}

@@ -33,6 +33,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help=GPU_MEMORY_UTILIZATION)
     parser.add_argument("--pipeline-depth", type=int, default=2, help=PIPELINE_DEPTH)
     parser.add_argument("--shared-prefix-attention", action="store_true", help="read shared prefixes once a step")
+    parser.add_argument("--batch-invariant", action="store_true", help="compute the same bits whatever the batch")
     add_bits_options(parser)
     add_kernel_backend_option(parser)
     add_layout_options(parser)
@@ -67,7 +68,7 @@ def add_step_sizes(parser: argparse.ArgumentParser) -> None:
     for name, what in (("--decode-buckets", "sequences"), ("--token-buckets", "tokens")):
         parser.add_argument(
             name,
-            type=_sizes,
+            type=sizes,
             metavar="N,N,...",
             help=f"{what} in a step that programs are compiled for, ascending; the last is the limit above (default: by"
             " device)",
@@ -150,5 +151,6 @@ def end_replicas(llm: LLM) -> None:
         llm.engine.close()
 
 
-def _sizes(text: str) -> tuple[int, ...]:
+def sizes(text: str) -> tuple[int, ...]:
+    """The type of an option that takes numbers with commas between them."""
     return tuple(int(size) for size in text.split(","))

@@ -74,13 +74,16 @@ class EngineProcess:
 
 
 def engine_argv(parser: argparse.ArgumentParser, args: argparse.Namespace, layout: str, **options: Any) -> list[str]:
-    """The command line of an engine in that layout ("paged", or a layout of pages), with these options instead.
+    """The command line of an engine in that layout ("paged", a layout of pages, or "cudnn": per-layer pages and cuDNN's
+    attention), with these options instead.
 
     A model named by `--model` is a directory of this process, which removes it at its exit; an engine may be killed.
     """
     of_layout: dict[str, Any] = {"kv_cache_layout": "paged" if layout == "paged" else "virtual"}
     if layout != "paged":
-        of_layout["virtual_page_layout"] = layout
+        of_layout["virtual_page_layout"] = "per-layer" if layout == "cudnn" else layout
+    if layout == "cudnn":
+        of_layout["kernel_backend"] = layout
     hidden = {action.dest for action in parser._actions if action.help == argparse.SUPPRESS}
     known = {action.dest for action in parser._actions} - NOT_PASSED_ON - hidden
     argv = [sys.executable, "-m", "jpaged", "bench", "vattention"]

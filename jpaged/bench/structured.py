@@ -5,12 +5,15 @@ import statistics
 import time
 from typing import Any
 
+import numpy as np
+
 from jpaged.api.errors import InvalidParameterError
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.bench.engine_options import engine_options
 from jpaged.bench.models import CONFIGS
+from jpaged.bench.percentiles import summary, table
 from jpaged.bench.workloads import BenchRequest, Workload
 from jpaged.llm import LLM
 
@@ -120,3 +123,49 @@ def structured_row(figure: dict, free_rate: float) -> str:
         beside, alone = (one["output_tokens"] / one["seconds"] for one in (last["free"], figure["free_alone"]))
         text += f"; those without had {beside:,.0f} tokens/s until the last of them ended, and alone {alone:,.0f}"
     return text
+
+
+def unseen_schema(rng: np.random.Generator, depth: int = 0) -> dict[str, Any]:
+    """An object's schema with names that nothing else has, of some ten to fifty fields: about as large as the schemas
+    of jsonschemabench's medium sets.
+    """
+    properties: dict[str, Any] = {}
+    for _ in range(int(rng.integers(4, 10)) if depth < 2 else 3):
+        name = "field_" + "".join(rng.choice(list("abcdefghijklmnop"), 8))
+        kind = rng.integers(7 if depth < 2 else 5)
+        properties[name] = [
+            lambda: {"type": "string", "maxLength": int(rng.integers(5, 200))},
+            lambda: {"type": "integer", "minimum": 0, "maximum": int(rng.integers(1, 10_000))},
+            lambda: {"enum": ["".join(rng.choice(list("qrstuvwxyz"), 6)) for _ in range(5)]},
+            lambda: {"type": ["number", "null"]},
+            lambda: {"type": "array", "items": {"type": "string"}, "maxItems": int(rng.integers(1, 9))},
+            lambda: unseen_schema(rng, depth + 1),
+            lambda: {"type": "array", "items": unseen_schema(rng, depth + 1), "minItems": 1},
+        ][kind]()
+    names = list(properties)
+    required = names[: int(rng.integers(1, len(names) + 1))]
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def measure_unseen(llm: LLM, count: int, seed: int) -> dict[str, Any]:
+    """Times to the first token, in ms, of requests that come one by one: every second one has a schema that the engine
+    has never seen.
+    """
+    rng = np.random.default_rng(seed)
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for i in range(2 * (count + 1)):
+        schema = StructuredOutputsParams(json=unseen_schema(rng)) if i % 2 else None
+        params = SamplingParams(temperature=1.0, max_tokens=1, detokenize=False, structured_outputs=schema)
+        prompt: list[int] = rng.integers(0, llm.engine.vocab_size, 32).tolist()
+        begun = time.perf_counter()
+        llm.generate([prompt], [params], use_tqdm=False)
+        if i > 1:  # the first ones may start what later ones find
+            seconds[schema is not None].append(time.perf_counter() - begun)
+    with_schema, without = (summary(np.array(seconds[which])) for which in (True, False))
+    return {"name": "unseen schemas", "count": count, "first_token_ms": with_schema, "first_token_free_ms": without}
+
+
+def unseen_row(figure: dict[str, Any]) -> str:
+    """What is printed of `measure_unseen`."""
+    labels = {"with unseen schema": figure["first_token_ms"], "without": figure["first_token_free_ms"]}
+    return "time to the first token, one request at a time\n" + table(labels)

@@ -30,7 +30,7 @@ from jpaged.bench.engine_options import add_engine_options, add_sampling_options
 from jpaged.bench.models import CONFIGS
 from jpaged.bench.report import write_report
 from jpaged.bench.sharegpt import read_turns, sharegpt_requests
-from jpaged.bench.structured import make_structured_llm, measure_structured, structured_row
+from jpaged.bench.structured import make_structured_llm, measure_structured, measure_unseen, structured_row, unseen_row
 from jpaged.bench.workloads import DATASETS, WORKLOADS, BenchRequest, Workload, make_requests
 from jpaged.frontend.llm_engine import LLMEngine
 from jpaged.llm import LLM
@@ -72,6 +72,13 @@ def parser() -> argparse.ArgumentParser:
         help="measure each workload without a constraint, and then with a JSON schema for all requests or every second"
         " one; needs --tokenizer where the model has none",
     )
+    result.add_argument(
+        "--unseen-schemas",
+        type=int,
+        default=0,
+        help="with --structured: also send so many requests one by one, each with a JSON schema of its own, and as many"
+        " without one, and measure the time to the first token",
+    )
     result.add_argument("--runs", type=int, default=3, help="timed runs, after one that is not")
     result.add_argument(
         "--profile",
@@ -111,6 +118,10 @@ def main(argv: list[str] | None = None) -> int:
             }
             print(structured_row(constrained, figure["output_tokens_per_s"]), flush=True)
             figures.append(constrained)
+    if args.structured is not None and args.unseen_schemas:
+        unseen = measure_unseen(llm, args.unseen_schemas, args.seed)
+        print(unseen_row(unseen), flush=True)
+        figures.append(unseen)
     end_replicas(llm)
     if args.json:
         write_report(args.json, "throughput", vars(args) | {"startup_s": startup_s}, figures)

@@ -11,19 +11,21 @@ Parts, all of them by default (`--part` names some):
     steps       decode steps of an engine in each layout: mean, median and 99th percentile, with pages mapped in the
                 step, ahead of it by the thread, and before all steps; whether greedy tokens are the first layout's;
                 what sleeping and waking takes
+    prompts     time to the first token of prompts of some lengths, in each layout, with pages mapped in the step,
+                beside it, left mapped by the request before, and mapped while the prompt waits
+    agreement   greedy tokens and the prompts' log-probabilities in each layout, beside the first layout's
     turns       two engines on one device, each with most of its memory: one sleeps while the other serves
     sharing     two engines on one device, of which each uses what the other does not need, over time (`sharing.py`)
 
-Each engine runs in a process of its own: one gives memory back to the device only when it ends. With `--json` the file
+Each engine runs in a process of its own: one gives memory back to the device only when it ends. `steps`, `prompts` and
+`agreement` share each layout's. With `--json` the file
 is written anew after each figure, so what was measured by then is kept if the time ends. A part that fails says so and
 leaves the others to run; the exit status is then 1.
 """
 
 import argparse
 import json
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -34,12 +36,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.api.config import EngineArgs
 from jpaged.assets import demo_model_path
-from jpaged.bench import sharing
+from jpaged.bench import layout_engines, sharing
 from jpaged.bench.arguments import bench_parser, check_least
-from jpaged.bench.engine_options import add_engine_options, engine_options
-from jpaged.bench.engine_processes import EngineProcess, decode, engine_argv, free_gb, obey
+from jpaged.bench.engine_options import add_engine_options, engine_options, sizes
+from jpaged.bench.engine_processes import EngineProcess, engine_argv, obey
 from jpaged.bench.kernel_cases import card
 from jpaged.bench.kernels import measure
 from jpaged.bench.mapping_calls import count_calls
@@ -50,29 +51,41 @@ from jpaged.executor.cache.virtual.arrays import CpuRanges, GpuRanges
 from jpaged.executor.cache.virtual.geometry import Geometry
 from jpaged.executor.cache.virtual.pages import PageManager
 from jpaged.executor.start.memory import reserve_device_memory
-from jpaged.frontend.llm_engine import LLMEngine
 from jpaged.models import ModelConfig
 from jpaged.pallas_kernels import Addresses, contiguous_attention, decode_attention, ragged_attention
 
-PARTS = ("mapping", "calls", "attention", "waste", "steps", "turns", "sharing")
-LAYOUTS = ("paged", "sliced", "per-layer")
+PARTS = ("mapping", "calls", "attention", "waste", *layout_engines.PARTS, "turns", "sharing")
 PAGE_BYTES = 2 * 2**20
 _ROUNDS = 5
-_WARM_TOKENS = 128
-"""More than the sequences have that run before an engine's steps are timed: the first steps of a process are slow."""
 
 
 def parser() -> argparse.ArgumentParser:
     result = bench_parser("vattention", __doc__, "--model llama-3.1-8b --load-format dummy --max-model-len 4096")
     add_engine_options(result)
     result.add_argument("--part", action="append", choices=PARTS, help="may be repeated (default: all)")
-    result.add_argument("--layout", action="append", choices=LAYOUTS, help="of `steps`; may be repeated (default: all)")
-    result.add_argument("--rows", type=int, default=64, help="sequences of `attention` and `steps`")
+    result.add_argument(
+        "--layout",
+        action="append",
+        choices=layout_engines.LAYOUTS,
+        help='of `steps`, `prompts` and `agreement`; "cudnn": per-layer pages and cuDNN\'s attention; may be repeated'
+        " (default: all but cudnn)",
+    )
+    result.add_argument("--rows", type=int, default=64, help="sequences of `attention`, `steps` and `agreement`")
     result.add_argument("--context", type=int, default=1024, help="tokens of each")
-    result.add_argument("--steps", type=int, default=256, help="decode steps that are timed, mapping each way")
+    result.add_argument(
+        "--steps", type=int, default=256, help="decode steps that are timed, mapping each way; tokens of `agreement`"
+    )
+    result.add_argument(
+        "--prompt-lengths",
+        type=sizes,
+        default=layout_engines.PROMPT_LENGTHS,
+        metavar="N,N,...",
+        help="tokens of `prompts`, ascending; longer ones than the engine takes are left out (default: "
+        f"{','.join(map(str, layout_engines.PROMPT_LENGTHS))})",
+    )
     result.add_argument("--skip-sleep", action="store_true", help="`steps` without sleeping and waking")
     result.add_argument("--kv-idle-release-s", type=float, metavar="S", help="of the engines (default: 1 in `sharing`)")
-    result.add_argument("--of-one-layout", action="store_true", help=argparse.SUPPRESS)  # a process of `steps`
+    result.add_argument("--of-one-layout", help=argparse.SUPPRESS)  # a process of `layout_engines`
     result.add_argument("--obeys", action="store_true", help=argparse.SUPPRESS)  # a process of `turns` and `sharing`
     return result
 
@@ -81,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     check_least(args, rows=1, context=1, steps=16)
     if args.of_one_layout:
-        for found in measure_engine(args):
+        for found in layout_engines.measure_engine(args):
             args.json.write_text(json.dumps(found))
         return 0
     if args.obeys:
@@ -93,15 +106,19 @@ def main(argv: list[str] | None = None) -> int:
         "attention": partial(measure_attention, args.rows, args.context),
         "calls": partial(measure_calls, args),
         "waste": partial(waste, args),
-        "steps": partial(measure_engines, args),
         "turns": partial(measure_turns, args),
         "sharing": partial(sharing.measure, parser(), args),
     }
+    asked = list(dict.fromkeys(args.part or PARTS))
+    of_engines = [part for part in asked if part in layout_engines.PARTS]
+    for part in of_engines[:1]:  # one engine measures all of them
+        of_part[part] = partial(layout_engines.measure, parser(), args, of_engines)
     figures: list[dict[str, Any]] = []
-    for part in args.part or PARTS:
+    for part in (part for part in asked if part not in of_engines[1:]):
         try:
             for figure in of_part[part]():
-                print(f"{part}: " + ", ".join(f"{key} {_shown(value)}" for key, value in figure.items()), flush=True)
+                shown = (f"{key} {_shown(value)}" for key, value in figure.items() if key != "part")
+                print(f"{figure.get('part', part)}: " + ", ".join(shown), flush=True)
                 figures.append({"part": part} | figure)
                 if args.json:
                     write_report(args.json, "vattention", vars(args), figures, says_so=False)
@@ -312,80 +329,6 @@ def waste(args: argparse.Namespace) -> list[dict[str, Any]]:
                 }
             )
     return figures
-
-
-def measure_engines(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """`measure_engine` of each layout, and whether their greedy tokens are the first one's. An engine that fails leaves
-    what it had measured, and the others."""
-    tokens: dict[str, list[list[int]]] = {}
-    for layout in args.layout or LAYOUTS:
-        with tempfile.TemporaryDirectory() as directory:
-            file = Path(directory) / "figures.json"
-            argv = [*engine_argv(parser(), args, layout), "--of-one-layout", "--json", str(file)]
-            status = subprocess.run(argv, check=False).returncode
-            found = json.loads(file.read_text()) if file.exists() else {"steps": [], "memory": {}, "tokens": []}
-        yield from ({"layout": layout} | figure for figure in found["steps"])
-        if status:
-            yield {"layout": layout, "failed": f"the engine ended with exit code {status}; what it said is above"}
-            continue
-        tokens[layout] = found["tokens"]
-        first = tokens[next(iter(tokens))]
-        same = sum(a == b for a, b in zip(tokens[layout], first, strict=True))
-        yield {"layout": layout, "sequences_as_first": f"{same} of {len(first)}"} | found["memory"]
-
-
-def measure_engine(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Decode steps of `rows` sequences in one layout, by the clock, and the tokens that they bring: all that is known,
-    whenever there is more."""
-    begun = time.perf_counter()
-    engine = LLMEngine(EngineArgs(**engine_options(args)))
-    figures: dict[str, Any] = {"steps": [], "memory": {"startup_s": time.perf_counter() - begun}}
-    memory = engine.startup.runner.memory
-    mapper = None if memory is None else memory.mapper
-    if args.context >= _WARM_TOKENS:  # below which the timed steps need no page
-        decode(engine, args.rows, 1, 16)
-    # Pages stay where sequences had them, and the scheduler foresees only what it never gave a slot: the thread's run
-    # comes first, where none are mapped.
-    for mapping in ("never",) if mapper is None else ("ahead", "done before", "in the step"):
-        if mapper is not None:
-            mapper.maps_ahead = mapping != "in the step"
-            if mapping == "in the step":
-                jax.block_until_ready(engine.startup.runner.pools)
-                mapper.empty_places()
-            mapped, seconds = mapper.counts.num_mapped, mapper.counts.seconds
-            in_steps, waited_s = mapper.num_in_steps, mapper.waited_s
-        times, tokens = decode(engine, args.rows, args.context, args.steps)
-        figure: dict[str, Any] = {
-            "mapping": mapping,
-            "mean_ms": 1e3 * float(np.mean(times)),
-            "median_ms": 1e3 * float(np.median(times)),
-            "p99_ms": 1e3 * float(np.quantile(times, 0.99)),
-        }
-        if mapper is not None:
-            figure |= {"pages": mapper.counts.num_mapped - mapped, "mapping_s": mapper.counts.seconds - seconds}
-            figure |= {"pages_in_steps": mapper.num_in_steps - in_steps, "waited_s": mapper.waited_s - waited_s}
-        figures["steps"].append(figure)
-        figures["tokens"] = tokens
-        yield figures
-    figures["memory"] |= {"pool_gb": engine.startup.memory.pool / 1e9, "free_gb": free_gb()}
-    yield figures
-    if args.skip_sleep:
-        return
-    begun = time.perf_counter()
-    engine.sleep()
-    slept = time.perf_counter()
-    asleep_gb = free_gb()
-    waking = time.perf_counter()
-    engine.wake_up()
-    woken = time.perf_counter()
-    _, tokens = decode(engine, args.rows, args.context, 16)
-    figures["memory"] |= {
-        "sleep_s": slept - begun,
-        "free_gb_asleep": asleep_gb,
-        "wake_s": woken - waking,
-        "same_after_wake": tokens == [of_row[: len(tokens[0])] for of_row in figures["tokens"]],
-    }
-    yield figures
 
 
 def measure_turns(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

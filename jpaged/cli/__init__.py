@@ -29,6 +29,7 @@ BENCHMARKS = {
     "steps": "a decode step: its time, its floor, its kernels",
     "scoring": "tokens/s of scoring, and the share of the prefill roofline",
     "sequences": "several samples, beams, and swapping to host memory",
+    "rollouts": "what an engine beside a training loop costs: new weights, sleep, streams kept",
     "vattention": "the virtual layout: mapping pages, and decode steps beside the paged layout's",
     "serve": "latency and tokens/s of an OpenAI-compatible server under open-loop load",
     "memory": "the PagedAttention paper's figures, simulated: memory, batches, latency, sharing",

@@ -31,6 +31,10 @@ SWAP_CHUNK_BLOCKS = 16
 NO_TOKEN = -1
 """Stands in `StepResult.token_ids` after a row's tokens, and everywhere for a row that sampled nothing."""
 
+NUM_RANKED = 16
+"""Tokens that a step with masks ranks for each row. Of a place where a tenth of all tokens is allowed, one of 16 is in
+four cases of five. `lax.top_k` sorts all for more than 16."""
+
 
 class SamplingVariant(IntEnum):
     """Which sampling program a step needs; each but the last does all that the ones before it do."""
@@ -38,7 +42,7 @@ class SamplingVariant(IntEnum):
     GREEDY = 0  # every row is greedy: an argmax
     SAMPLING = 1  # temperature and seeds
     TRUNCATED = 2  # top_k, top_p, min_p
-    MASKED = 3  # masks of `StepPlan.masks`
+    MASKED = 3  # masks of `StepPlan.masks`; `StepResult.ranked`
     FULL = 4  # penalties, logit_bias, allowed_token_ids, bad_words, min_tokens, logprobs
     BEAM = 5  # every row is greedy or a beam: an argmax, and logprobs
 
@@ -138,6 +142,10 @@ def _no_pairs() -> np.ndarray:
     return np.zeros((0, 2), np.int32)
 
 
+def _no_flags() -> np.ndarray:
+    return np.zeros((0,), np.bool_)
+
+
 def _no_triples() -> np.ndarray:
     return np.zeros((0, 3), np.int32)
 
@@ -165,8 +173,9 @@ class StepPlan:
         [ceil(vocabulary / 32)]: bit v % 32 of word v // 32 is set for token v; or int32 [n], n from 1 to FEW_TOKENS:
         these tokens, or, where NO_TOKEN stands first, all but those behind it. Only slots whose `SamplingParams` have
         structured_outputs, and these only when their masks have changed.
-    mask_tokens: int32 [m]; for each of them NO_TOKEN, or the token that is the slot's last again: the one sampled after
-        it is dropped. The slot's length shrinks by one, and it is active, even if the dropped token had ended it.
+    mask_tokens: int32 [m]; for each of them NO_TOKEN, or the token that is the slot's last from now on, in place of the
+        one that it sampled last. The slot is active, even if that one had ended it.
+    mask_backs: bool [m]; whether that token is the one before: the slot's length shrinks by one.
     decode_slots: int32 [d]; slots that compute their last token and sample the next.
     num_sharing, shared_len: the first `num_sharing` of them begin with the same `shared_len` computed tokens, full
         blocks of the first one's table in the first group without a window, which an executor may read once for all.
@@ -190,6 +199,7 @@ class StepPlan:
     mask_slots: np.ndarray = field(default_factory=no_rows)
     masks: tuple[np.ndarray, ...] = ()
     mask_tokens: np.ndarray = field(default_factory=no_rows)
+    mask_backs: np.ndarray = field(default_factory=_no_flags)
     decode_slots: np.ndarray = field(default_factory=no_rows)
     num_sharing: int = 0
     shared_len: int = 0
@@ -231,6 +241,9 @@ class StepResult:
     scores: row -> TargetScores [m], for chunks with targets.
     read_shared_prefix: whether the step read what rows share (`StepPlan.num_sharing`) once for all of them.
     pooled: row -> float32 [hidden], for chunks with `num_pooled`: the sum of these tokens' hidden states.
+    ranked: int32 [rows, NUM_RANKED], of MASKED, else None; a row's token, and those that it would have sampled in its
+        place, best first, if those before had not been allowed. NO_TOKEN after the last; throughout for rows that
+        truncate or sample nothing.
     """
 
     token_ids: np.ndarray
@@ -240,6 +253,7 @@ class StepResult:
     scores: dict[int, TargetScores] = field(default_factory=dict)
     read_shared_prefix: bool = False
     pooled: dict[int, np.ndarray] = field(default_factory=dict)
+    ranked: np.ndarray | None = None
 
 
 class StepHandle(Protocol):

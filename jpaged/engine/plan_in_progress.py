@@ -18,7 +18,7 @@ class PlanInProgress:
     kinds: numbers of the kinds of dependent rows (`constraints/dependent_rows.py`) that have rows in it.
     beams: (slot, parent slot, token) each; for `StepPlan.beams`.
     table_updates: int32 [u, 4] each, as `StepPlan.table_updates`.
-    mask_slots, masks, mask_tokens: for those of `StepPlan`.
+    mask_slots, masks, mask_tokens, mask_backs: for those of `StepPlan`.
     copies: (block, block) each; besides those that decode rows need.
     """
 
@@ -34,6 +34,7 @@ class PlanInProgress:
     mask_slots: list[int] = field(default_factory=list)
     masks: list[np.ndarray] = field(default_factory=list)
     mask_tokens: list[int] = field(default_factory=list)
+    mask_backs: list[bool] = field(default_factory=list)
 
 
 def slot_start(request: Request, token_ids: np.ndarray, block_ids: np.ndarray, num_computed: int) -> SlotStart:

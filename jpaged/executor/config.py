@@ -103,7 +103,7 @@ class ExecutorConfig:
     @property
     def whole_mask_buckets(self) -> tuple[int, ...]:
         """How many of these slots' masks may have a bit for each token; more take several calls."""
-        return (0, *sorted({min(size, self.max_num_seqs) for size in (8, 64)}))
+        return (0, *sorted({min(size, self.max_num_seqs) for size in (8, 24, 64)}))
 
     def sample_buckets(self, variant: SamplingVariant) -> tuple[int, ...]:
         """Rows that the variant's sampling programs exist for."""

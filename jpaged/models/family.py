@@ -36,7 +36,8 @@ class Attend(Protocol):
 
     qkv: [T, kv_heads, group + 2, head_dim]: of each key-value head the queries that read it, its key, its value.
         `rotation`, `norms` and `norm_eps` make them what attention takes: see `pallas_kernels.split_qkv`, which does
-        just that.
+        just that. A caller's `attend` that has `takes_sums` set may get the `Sums` of a product instead, whose scales
+        are still to be multiplied.
     scale: multiplies the product of query and key.
     sliding_window: tokens that a query sees, itself included; None for all before it.
     sinks: [heads], logits without values that join each softmax; the caller gives them only where a layer has some.
@@ -51,7 +52,7 @@ class Attend(Protocol):
 
     def __call__(
         self,
-        qkv: jax.Array,
+        qkv: Any,
         *,
         rotation: tuple[jax.Array, jax.Array] | None,
         norms: tuple[jax.Array, jax.Array] | None,

@@ -15,6 +15,7 @@ from jpaged.models.linear import Linear, PartialSum, Reader, Rounding, Rows
 from jpaged.models.norms import HeadNorms, Norm
 from jpaged.models.parameters import Constant, parameter
 from jpaged.models.residual import Stream
+from jpaged.pallas_kernels import Sums
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
 
 
@@ -118,19 +119,8 @@ class Attention(Reader):
         rotation: cos and sin (`Rope.table`). norms: of each query and of each key, before the rotation.
         backend: of products that have kernels (`Linear`).
         """
-        qkv = self.qkv(x, backend=backend)
+        qkv, scales, eps = self._projected(x, attend, norms, backend)
         sinks: dict[str, Any] = {} if self.sinks is None else {"sinks": self.sinks[...]}
-        if self.clip is not None:
-            qkv = jnp.clip(qkv, -self.clip, self.clip)
-        scales, eps = None, 0.0
-        if isinstance(norms, HeadNorms):
-            qkv = norms(qkv, self.collectives)
-        elif norms is not None:
-            scales = _kernel_scales(*norms)
-            if scales is None:
-                qkv = _norm_heads(qkv, *norms)
-            else:
-                eps = norms[0].eps
         y = attend(
             qkv,
             rotation=rotation,
@@ -145,6 +135,22 @@ class Attention(Reader):
         if self.gate is not None:
             y = y * jax.nn.sigmoid(self.gate(x, backend=backend))
         return self.out.partial_sum(y, backend)
+
+    def _projected(
+        self, x: Rows, attend: Attend, norms: tuple[Norm, Norm] | HeadNorms | None, backend: str | None
+    ) -> tuple[jax.Array | Sums, tuple[jax.Array, jax.Array] | None, float]:
+        """qkv, and the scales and the epsilon of norms that are still to be computed."""
+        in_kernel = _kernel_scales(*norms) if isinstance(norms, tuple) else None
+        if in_kernel is not None or norms is None:
+            eps = norms[0].eps if isinstance(norms, tuple) else 0.0
+            if self.clip is None and getattr(attend, "takes_sums", False):
+                return self.qkv.sums(x, backend), in_kernel, eps
+            return self._clipped(self.qkv(x, backend=backend)), in_kernel, eps
+        qkv = self._clipped(self.qkv(x, backend=backend))
+        return norms(qkv, self.collectives) if isinstance(norms, HeadNorms) else _norm_heads(qkv, *norms), None, 0.0
+
+    def _clipped(self, qkv: jax.Array) -> jax.Array:
+        return qkv if self.clip is None else jnp.clip(qkv, -self.clip, self.clip)
 
     def _own_slopes(self) -> jax.Array | None:
         """Of this shard's heads."""

@@ -260,6 +260,10 @@ class Linear(nnx.Module):
         y = self._product(x, dtype, backend)
         return y if self.bias is None else y + self.bias[...]
 
+    def sums(self, x: Rows, backend: str | None = "xla") -> jax.Array | Sums:
+        """What a call gives; or [T, all outputs], for who multiplies its scales on the way."""
+        return self(x, backend=backend)
+
     def partial_sum(self, x: Rows, backend: str | None = "xla") -> PartialSum:
         """[T, *inputs of this shard] -> this shard's term of [T, *outputs], and the bias.
 

@@ -44,6 +44,7 @@ from jpaged.pallas_kernels.registry import register_backend, register_implementa
 from jpaged.pallas_kernels.rope_and_write.api import rope_and_write, split_latents, split_qkv
 from jpaged.pallas_kernels.round_rows.api import round_rows
 from jpaged.pallas_kernels.round_rows.operands import RoundedRows, Sums
+from jpaged.pallas_kernels.rounded_product.api import rounded_product
 from jpaged.pallas_kernels.route_tokens.api import route_tokens, route_tokens_backend
 from jpaged.pallas_kernels.route_tokens.choice import ExpertChoice
 from jpaged.pallas_kernels.route_tokens.rows import RoutedTokens, SortedRows
@@ -87,6 +88,7 @@ __all__ = [
     "register_implementation",
     "rope_and_write",
     "round_rows",
+    "rounded_product",
     "route_tokens",
     "route_tokens_backend",
     "sample_tokens",

@@ -19,6 +19,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -244,6 +245,8 @@ def serve(sockets: Sequence[socket.socket], pulse: Pulse, control: socket.socket
     if start is None:
         return True
     connections = [Connection(sock) for sock in sockets]
+    pulse.rest()
+    begun = time.monotonic()
     try:
         check_one_host(start.args)
         args = replace(start.args, data_parallel_size=1)  # other replicas have processes of their own
@@ -251,10 +254,11 @@ def serve(sockets: Sequence[socket.socket], pulse: Pulse, control: socket.socket
             args = replace(args, skip_tokenizer_init=True)  # text is the clients' business
         engine = LLMEngine(args)
         if engine.startup.on_first_use is not None:
-            engine.startup.on_first_use.before = pulse.rest  # to compile is not to hang
+            engine.startup.on_first_use.before = pulse.rest  # to compile takes long
     except Exception as error:  # JAX and the operating system have many; whoever started this is told
         _send_last(connections, wire.Failed(type(error).__name__, str(error)))
         return False
+    phases = engine.startup.seconds
     ready = wire.Ready(
         pid=os.getpid(),
         device=engine.startup.device,
@@ -262,7 +266,7 @@ def serve(sockets: Sequence[socket.socket], pulse: Pulse, control: socket.socket
         limits=engine.request_limits(),
         eos_token_ids=engine.eos_token_ids,
         default_sampling_params=engine.default_sampling_params,
-        startup_s=engine.startup.seconds,
+        startup_s=phases | {"other": time.monotonic() - begun - sum(phases.values())},
         on_gpu=engine.startup.on_gpu,
         has_prefix_cache=engine.has_prefix_cache,
     )

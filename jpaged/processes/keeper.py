@@ -127,9 +127,12 @@ class EngineKeeper:
             handover.send(channel, handover.GivenUp(replica, str(error)[:_MOST_CHARACTERS]))
 
     def serves(self, replica: int, startup_s: Mapping[str, float]) -> None:
-        """A process that was started again serves. startup_s: seconds of its start, by phase."""
+        """A process that was started again serves. startup_s: seconds of its start, by phase. What they leave of it
+        came before: Python and imports, which a spare has behind it.
+        """
         ended, started, now = self._ended_at[replica], self._started_at[replica], time.monotonic()
-        phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in startup_s.items())
+        parts = {"import": max(0.0, now - started - sum(startup_s.values())), **startup_s}
+        phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in parts.items())
         log.warning(
             "replica %d serves again %.2f s after its process ended: %.2f s until the next was started, %.2f s for its "
             "start (%s)", replica, now - ended, started - ended, now - started, phases

@@ -1,20 +1,25 @@
 """A sign of life of an engine process, in memory that it shares with the process that started it.
 
-    float64 | beat | steps |        beat: `time.monotonic()` when its loop last came round; 0 before it serves, and
-                                    while it does what may take as long as a start
+    float64 | beat | steps |        beat: `time.monotonic()` when its loop last came round; 0 before the process begins
 
-The clock is the same in all processes of a machine. A loop that has nothing to do comes round once a second.
+The clock is the same in all processes of a machine. A loop that has nothing to do comes round once a second. While the
+process does what may take any time, such as its start, a thread beats instead: a busy process is told from one that is
+stopped, or that holds Python's lock for good.
 """
 
 import mmap
 import os
+import threading
 import time
 from typing import Self
 
 import numpy as np
 
 IDLE_BEAT_S = 1.0
-"""An idle engine process comes round this often."""
+"""An idle engine process comes round this often, and a resting one beats."""
+
+BEGIN_S = 120.0
+"""A process may take this long to begin: Python starts and imports, on a machine that may be busy."""
 
 PULSE_BYTES = mmap.PAGESIZE
 """Of the memory; what follows is the flight recorder's (`flight_recorder.py`)."""
@@ -26,6 +31,9 @@ class Pulse:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self._cells = np.frombuffer(mmap.mmap(fd, PULSE_BYTES), np.float64, 2)
+        self._made_at = time.monotonic()
+        self._rests = threading.Event()
+        self._thread: threading.Thread | None = None
 
     @classmethod
     def create(cls) -> Self:
@@ -36,11 +44,21 @@ class Pulse:
 
     def beat(self) -> None:
         """The loop comes round."""
+        self._rests.clear()
         self._cells[0] = time.monotonic()
 
     def rest(self) -> None:
-        """What comes before the next beat may take long."""
-        self._cells[0] = 0.0
+        """What comes before the next beat may take long: a thread beats until then."""
+        self._cells[0] = time.monotonic()
+        self._rests.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._beat_while_resting, name="jpaged-pulse", daemon=True)
+            self._thread.start()
+
+    def _beat_while_resting(self) -> None:
+        while self._rests.wait():
+            self._cells[0] = time.monotonic()
+            time.sleep(IDLE_BEAT_S)
 
     def count_step(self) -> None:
         """A step's results have been read."""
@@ -50,10 +68,15 @@ class Pulse:
     def num_steps(self) -> int:
         return int(self._cells[1])
 
+    @property
+    def beat_at(self) -> float:
+        """When it last beat; 0 before the first time."""
+        return float(self._cells[0])
+
     def silence_s(self) -> float:
-        """Seconds since the last beat; 0 before the first, and after a `rest`."""
-        last = float(self._cells[0])
-        return time.monotonic() - last if last else 0.0
+        """Seconds since the last beat. Before the first: since `BEGIN_S` after this object was made, 0 until then."""
+        now = time.monotonic()
+        return now - self.beat_at if self.beat_at else max(0.0, now - self._made_at - BEGIN_S)
 
     def close(self) -> None:
         """Gives back the descriptor; the memory goes with the last process that has it."""

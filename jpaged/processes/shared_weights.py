@@ -7,12 +7,14 @@ import os
 import sys
 import weakref
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from jpaged.api.errors import InvalidParameterError
 from jpaged.api.weights import flat_weights
+from jpaged.host.cores import usable_cores
 from jpaged.processes.wire import SharedArray
 
 _ALIGNMENT = 64
@@ -36,14 +38,25 @@ class SharedWeights:
         for name, array in flat.items():
             if not hasattr(array, "dtype") or not hasattr(array, "shape"):
                 raise InvalidParameterError(f"weights: {name!r} is a {type(array).__name__}, not an array; convert it.")
+        self.arrays: list[SharedArray] = []
+        offset = 0
+        for name, array in flat.items():
+            try:
+                dtype = np.dtype(array.dtype)
+            except TypeError as error:  # of JAX's own, as of random keys
+                raise InvalidParameterError(f"weights: {name!r} has type {array.dtype}, not a number's.") from error
+            shared = SharedArray(name, dtype.name, tuple(array.shape), offset)
+            self.arrays.append(shared)
+            offset += -(-_num_bytes(shared) // _ALIGNMENT) * _ALIGNMENT
         self._fd = os.memfd_create("jpaged-weights", os.MFD_CLOEXEC)
         self._finalizer = weakref.finalize(self, os.close, self._fd)
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
-        self.arrays: list[SharedArray] = []
         try:
-            offset = 0
-            for name, array in flat.items():
-                offset = self._write(name, array, offset)
+            os.ftruncate(self._fd, offset)
+            # To make pages takes longer than to write to them, and the kernel makes as many at once as it has cores.
+            with ThreadPoolExecutor(min(8, usable_cores())) as threads:
+                for done in [threads.submit(self._write, shared, flat[shared.name]) for shared in self.arrays]:
+                    done.result()
         except BaseException:
             self.close()
             raise
@@ -56,18 +69,19 @@ class SharedWeights:
         """Gives the memory back, once no process maps it any more. The second time it does nothing."""
         self._finalizer()
 
-    def _write(self, name: str, array: Any, offset: int) -> int:
-        """Returns where the next array can begin."""
+    def _write(self, shared: SharedArray, array: Any) -> None:
         try:
             host = np.ascontiguousarray(_without_host_copy(array))
         except Exception as error:  # JAX has several, for one that was deleted, is traced, or lies on other hosts
-            raise InvalidParameterError(f"weights: {name!r} cannot be copied to the host: {error}") from error
-        self.arrays.append(SharedArray(name, host.dtype.name, tuple(array.shape), offset))
-        data = host.reshape(-1).view(np.uint8)
+            raise InvalidParameterError(f"weights: {shared.name!r} cannot be copied to the host: {error}") from error
+        data, offset = host.reshape(-1).view(np.uint8), shared.offset
         while len(data):
             written = os.pwrite(self._fd, data[: 2**30].data, offset)
             data, offset = data[written:], offset + written
-        return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+def _num_bytes(array: SharedArray) -> int:
+    return int(np.dtype(array.dtype).itemsize * np.prod(array.shape, dtype=np.int64))
 
 
 def _without_host_copy(array: Any) -> Any:

@@ -4,6 +4,8 @@ import socket
 import struct
 import time
 
+NO_TOKEN = -1
+"""Stands behind the last of several tokens."""
 _LENGTH = struct.Struct("<I")
 
 

@@ -1,27 +1,30 @@
-"""A process that follows grammars: `python -P -m jpaged.text.grammar_process MEMORY THREADS WORDS FD FD...`.
+"""Processes that follow grammars, the **shards**: `python -P -m jpaged.text.grammar_process WORDS FDS FD FD...`.
 
-    its parent, `GrammarCompiler`                                    this process
-    first FD          Follow: guides and a token of each        -->  Followed: which of them must have masks
-                      Resume: a guide and many of its tokens    -->  the same
-                      MakeMasks: guides                         -->  Made; the masks are in the shared memory
-    each other FD     Start: the tokenizer, on one of them      -->  what is wrong with it; empty if nothing is
-                      Compile: a constraint                     -->  Compiled
+    its parent, `grammar_shards.py`                                a shard
+    first FD          Follow: guides and what each sampled    -->  Followed: where they stand; then Made, of those that
+                                                                   must have masks, as many as it takes for all
+                      Resume: a guide and many of its tokens  -->  Followed
+                      MakeMasks: guides                       -->  Made, as many as it takes for all
+    each other FD     Compile: a constraint                   -->  Compiled
+    the very first    Start: the tokenizer                    -->  what is wrong with it; empty if nothing is
 
-Each FD is a socket (`frames.py`, msgpack) on which every message has one answer. The process ends with its parent.
+Each FD is a socket (`frames.py`, msgpack). A shard has FDS of them. The process that is started is the first shard: it
+makes the tokenizer, and then forks the others, which share its memory. All end with their parent.
 
-It is a process of its own because making a tokenizer for grammars keeps all other Python threads of a process waiting,
-for seconds where the vocabulary is large, and following grammars takes Python's lock many times a step.
+They are processes, not threads: llguidance moves a sequence past a token, and says what is forced, with Python's lock
+held, some 40 us each. A grammar is compiled in each shard that has sequences of it. What a shard's lexer has met makes
+later masks of its other sequences cheaper.
 """
 
-import mmap
+import gc
 import os
 import signal
 import socket
 import sys
 import threading
-from collections import Counter, deque
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -37,8 +40,8 @@ from jpaged.text.guides import FollowedGrammar, Guide, Vocabulary, few_tokens
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-MASK_ROWS = 256
-"""Masks that the shared memory holds."""
+_PORTION_S = 0.001
+"""Masks are sent when so much time has been spent on them: those of other sequences need not wait for slow ones."""
 _COMPILER_STACK_BYTES = 4 * STACK_BYTES
 """Of virtual memory; what the checking process could compile can be compiled here."""
 
@@ -60,61 +63,68 @@ class Compile(msgspec.Struct, array_like=True, tag=True):
 
 
 class Compiled(msgspec.Struct, array_like=True):
-    """error: why there is no grammar, or empty. forced, mask: as of `CompiledGrammar`; the mask as bytes."""
+    """error: why there is no grammar, or empty. forced, mask: as of `CompiledGrammar`; the mask as bytes. seconds: that
+    it took.
+    """
 
     error: str
     is_refused: bool = False
     forced: list[int] = []
     mask: bytes = b""
+    seconds: float = 0.0
 
 
 class Changes(msgspec.Struct, array_like=True):
     """What guides there are, since the last message.
 
     begun: [guide, grammar, whether the end of sequence is allowed only where nothing else is, whether it may do without
-    masks]. ended: guides that are no more. forgotten: as of Compile.
+    masks]. compiled: grammars that this shard is to compile first. ended: guides that are no more. forgotten: as of
+    Compile.
     """
 
     begun: list[tuple[int, int, bool, bool]]
+    compiled: list[tuple[int, StructuredOutputsParams]]
     ended: list[int]
     forgotten: list[int]
 
 
 class Follow(msgspec.Struct, array_like=True, tag=True):
-    """tokens: a token for each guide. guessed: of which tokens it is to be said first whether they may follow.
-    last: which of them end their sequences. with_masks: the masks of those that need one are made at once; of at most
-    MASK_ROWS guides.
+    """guessed: of which guides it is to be said which of their tokens may follow. tokens: int32 [guides, most], packed:
+    the token of each guide, or, where it is guessed, tokens in order of preference, NO_TOKEN behind the last. last: for
+    each guide a bit for each of its tokens that would end its sequence.
     """
 
     changes: Changes
     guides: list[int]
-    tokens: list[int]
+    tokens: bytes
     guessed: list[bool]
-    last: list[bool]
-    with_masks: bool
+    last: list[int]
 
 
 class Resume(msgspec.Struct, array_like=True, tag=True):
-    """tokens: all that have followed where a guide begins, those that were forced included. guessed: as of Follow, for
-    the last one.
+    """tokens: all that have followed where a guide begins, those that were forced included. guesses: behind them, as of
+    Follow; empty: none.
     """
 
     changes: Changes
     guide: int
     tokens: list[int]
-    guessed: bool
+    guesses: list[int]
+    last: int
 
 
 class Place(NamedTuple):
     """Where a guide stands; as `jpaged.engine.constraints.mask_maker.Place`.
 
-    forced: tokens that must follow. needs_mask: what may follow them is to be asked for; otherwise a row may guess.
-    is_refused: the token was guessed and must not follow: the guide stands before it still; without a mask, another one
-    may be guessed. failure: why it cannot go on, or empty.
+    forced: tokens that must follow. needs_mask: what may follow them is made; otherwise a row may guess.
+    num_refused: of what was guessed, the tokens before the first one that may follow, behind which the guide stands.
+    is_refused: none of them may: it stands before them still; without a mask, others may be guessed. failure: why it
+    cannot go on, or empty.
     """
 
     forced: tuple[int, ...] = ()
     needs_mask: bool = True
+    num_refused: int = 0
     is_refused: bool = False
     failure: str = ""
 
@@ -124,40 +134,47 @@ class Place(NamedTuple):
         return self.needs_mask and not self.failure
 
 
-class Followed(msgspec.Struct, array_like=True):
-    """A place for each guide. masks: of those that need one, in order, as of Made; empty if none were asked for."""
+class Followed(msgspec.Struct, array_like=True, tag=True):
+    """A place for each guide."""
 
     places: list[Place]
-    masks: list[list[int] | str | None] = []
 
 
 class MakeMasks(msgspec.Struct, array_like=True, tag=True):
-    """At most MASK_ROWS guides; the mask of each is written to the row of its place here."""
+    """Guides whose masks are to be made."""
 
     changes: Changes
     guides: list[int]
 
 
-class Made(msgspec.Struct, array_like=True):
-    """For each guide the tokens that may follow, if they are few; None where the mask says it; or why it has failed."""
+class Made(msgspec.Struct, array_like=True, tag=True):
+    """For the next guides that wait for masks the tokens that may follow, int32 [n], if they are few; or uint32 words.
+    few: which of them are of the first form. failures: why some have none, by their places in these lists.
+    """
 
-    masks: list[list[int] | str | None]
+    masks: list[bytes]
+    few: list[bool]
+    failures: dict[int, str] = {}
+
+    @property
+    def arrays(self) -> "list[np.ndarray | str]":
+        """For each guide its mask, or why there is none."""
+        made: list[np.ndarray | str] = [
+            np.frombuffer(mask, np.int32 if is_few else np.uint32)
+            for mask, is_few in zip(self.masks, self.few, strict=True)
+        ]
+        for i, failure in self.failures.items():
+            made[i] = failure
+        return made
 
 
 class GrammarServer:
-    """What the process does, without its sockets.
+    """What a shard does, without its sockets. num_words: uint32 words of a mask."""
 
-    masks: uint32 [MASK_ROWS, words]; shared with the parent. num_threads: that make masks.
-    """
-
-    def __init__(self, masks: np.ndarray, num_threads: int) -> None:
-        from llguidance import LLExecutor
-
-        self._masks, self._num_threads = masks, num_threads
-        self._executor = LLExecutor(num_threads)
-        self._pool = ThreadPoolExecutor(num_threads, "jpaged-lanes")
+    def __init__(self, num_words: int) -> None:
+        self._num_words = num_words
         self._tokenizer: LLTokenizer | None = None
-        self._vocabulary = Vocabulary.of(0, (), masks.shape[1])
+        self._vocabulary = Vocabulary.of(0, (), num_words)
         self._grammars: dict[int, FollowedGrammar] = {}
         self._guides: dict[int, Guide] = {}
 
@@ -167,87 +184,86 @@ class GrammarServer:
             self._tokenizer = GrammarTokenizer(message.json, message.vocab_size, message.eos_token_ids).make()
         except InvalidParameterError as error:
             return str(error)
-        self._vocabulary = Vocabulary.of(message.vocab_size, message.eos_token_ids, self._masks.shape[1])
+        self._vocabulary = Vocabulary.of(message.vocab_size, message.eos_token_ids, self._num_words)
         return ""
 
     def compile(self, message: Compile) -> Compiled:
         """Compiles a constraint, which is known by its number from then on."""
         self._forget(message.forgotten)
         assert self._tokenizer is not None
-        kind = message.params.kind
+        kind, begun = message.params.kind, time.perf_counter()
         try:
             grammar = FollowedGrammar(self._tokenizer, grammar_text(message.params))
         except InvalidParameterError as error:
             return Compiled(str(error), is_refused=True)
         except BaseException as error:  # whatever the bindings raise: a panic of the library is no Exception
             return Compiled(f"structured_outputs.{kind} cannot be compiled: {error}")
-        mask = np.zeros((self._masks.shape[1],), np.uint32)
+        seconds = time.perf_counter() - begun
+        mask = np.zeros((self._num_words,), np.uint32)
         if wrong := grammar.first_mask(mask):
             return Compiled(f"structured_outputs.{kind} cannot be used: {wrong}", is_refused=True)
         self._grammars[message.number] = grammar
-        return Compiled("", False, grammar.forced, mask.tobytes())
+        return Compiled("", False, grammar.forced, mask.tobytes(), seconds)
 
-    def follow(self, message: Follow) -> Followed:
-        """Moves guides past their tokens and past what these force."""
+    def follow(self, message: Follow) -> tuple[Followed, list[Guide]]:
+        """Moves guides past tokens and past what these force. Also returns those that wait for masks."""
         self._take(message.changes)
         guides = [self._guides[number] for number in message.guides]
-        sampled = zip(guides, message.tokens, message.guessed, strict=True)
-        masked = [(guide.matcher, token) for guide, token, guessed in sampled if not guessed]
-        if masked:
-            self._executor.consume_token_par(masked)
-        every = zip(guides, message.tokens, message.guessed, message.last, strict=True)
+        tokens = np.frombuffer(message.tokens, np.int32).reshape(len(guides), -1).tolist()
+        every = zip(guides, tokens, message.guessed, message.last, strict=True)
         places = [_followed(*one) for one in every]
-        if not message.with_masks:
-            return Followed(places)
-        return Followed(
-            places, self._masks_of([guide for guide, place in zip(guides, places, strict=True) if place.waits])
-        )
+        return Followed(places), [guide for guide, place in zip(guides, places, strict=True) if place.waits]
 
     def resume(self, message: Resume) -> Followed:
         """Moves a guide past its tokens; as `follow`. It fails at the first token that may not follow."""
         self._take(message.changes)
         guide = self._guides[message.guide]
         forced: deque[int] = deque()
-        tokens, last = message.tokens, 0
-        if message.guessed:
-            *tokens, last = tokens
-        for token in tokens:
+        for token in message.tokens:
             if forced and forced[0] == token:
                 forced.popleft()
             elif guide.matcher.consume_token(token):
                 forced = deque(guide.take_forced())
-        if message.guessed:
-            return Followed([_followed(guide, last, True, False)])
+        if message.guesses:
+            return Followed([_followed(guide, message.guesses, True, message.last)])
         return Followed([_place(guide, forced)])
 
-    def make_masks(self, message: MakeMasks) -> Made:
-        """Writes what may follow into the shared masks."""
+    def guides_of(self, message: MakeMasks) -> list[Guide]:
+        """The guides whose masks are asked for."""
         self._take(message.changes)
-        return Made(self._masks_of([self._guides[number] for number in message.guides]))
+        return [self._guides[number] for number in message.guides]
 
-    def _masks_of(self, guides: list[Guide]) -> list[list[int] | str | None]:
-        """Writes their masks, in order; returns as `Made` has it."""
-        masks = self._masks
-        by_lane = sorted(range(len(guides)), key=lambda i: (id(guides[i].grammar), guides[i].lane))
-        self._executor.unsafe_compute_mask_ptr(
-            [(guides[i].matcher, i) for i in by_lane], masks.ctypes.data, masks.strides[0], len(masks)
-        )
-        for i, guide in enumerate(guides):
-            guide.finish_mask(masks[i])
-        made = masks[: len(guides)]
-        counts = np.bitwise_count(made).sum(axis=1, dtype=np.int64)
+    def make_masks(self, guides: list[Guide]) -> Iterator[Made]:
+        """Their masks, in order."""
+        done = 0
+        while done < len(guides):
+            begun, some = time.perf_counter(), []
+            for guide in guides[done:]:
+                some.append(mask := np.zeros((self._num_words,), np.uint32))
+                guide.make_mask(mask)
+                if time.perf_counter() - begun > _PORTION_S:
+                    break
+            yield self._made(guides[done : done + len(some)], np.stack(some))
+            done += len(some)
+
+    def _made(self, guides: list[Guide], masks: np.ndarray) -> Made:
+        counts = np.bitwise_count(masks).sum(axis=1, dtype=np.int64)
         for guide, count in zip(guides, counts.tolist(), strict=True):
             guide.heed_mask(count)
-        few = few_tokens(made, counts, FEW_TOKENS)
-        return [_failure(guide) or tokens or None for guide, tokens in zip(guides, few, strict=True)]
+        few = few_tokens(masks, counts, FEW_TOKENS)
+        failures = {i: failure for i, guide in enumerate(guides) if (failure := _failure(guide))}
+        packed = [
+            mask.tobytes() if tokens is None else np.array(tokens, np.int32).tobytes()
+            for tokens, mask in zip(few, masks, strict=True)
+        ]
+        return Made(packed, [tokens is not None for tokens in few], failures)
 
     def _take(self, changes: Changes) -> None:
         for number in changes.ended:
-            guide = self._guides.pop(number)
-            guide.grammar.num_live[guide.lane] -= 1
+            del self._guides[number]
         self._forget(changes.forgotten)
-        for number, count in Counter(number for _, number, *_ in changes.begun).items():
-            self._grammars[number].grow(count, self._num_threads, self._pool)
+        for number, params in changes.compiled:
+            self.compile(Compile(number, params, []))
         for number, grammar, ends_late, guesses in changes.begun:
             self._guides[number] = Guide(self._grammars[grammar], self._vocabulary, ends_late, guesses)
 
@@ -256,59 +272,92 @@ class GrammarServer:
             del self._grammars[number]
 
 
-def _followed(guide: Guide, token: int, guessed: bool, is_last: bool) -> Place:
-    """Where a guide stands behind a token. guessed: it is moved past the token here, if it may follow."""
-    if guessed and not guide.take_guess(token):
-        failure = _failure(guide)
-        return Place(failure=failure) if failure else Place((), guide.needs_mask(), is_refused=True)
-    if is_last:
-        return Place(needs_mask=False)
-    return _place(guide, guide.take_forced())
+def _followed(guide: Guide, tokens: list[int], guessed: bool, last: int) -> Place:
+    """Where a guide stands behind a token. guessed: it is moved past the first that may follow, if any."""
+    taken = 0
+    if guessed:
+        taken = guide.take_guess(tokens)
+        if taken < 0:
+            failure = _failure(guide)
+            return Place(failure=failure) if failure else Place((), guide.needs_mask(), is_refused=True)
+    else:
+        guide.matcher.consume_token(tokens[0])
+    if last >> taken & 1:
+        return Place((), False, taken)
+    return _place(guide, guide.take_forced(), taken)
 
 
-def _place(guide: Guide, forced: Iterable[int]) -> Place:
+def _place(guide: Guide, forced: Iterable[int], num_refused: int = 0) -> Place:
     failure = _failure(guide)
-    return Place(failure=failure) if failure else Place(tuple(forced), guide.needs_mask())
+    return Place(failure=failure) if failure else Place(tuple(forced), guide.needs_mask(), num_refused)
 
 
 def _failure(guide: Guide) -> str:
     return guide.matcher.get_error().partition("\n")[0] if guide.matcher.is_error() else ""
 
 
-def _serve(server: GrammarServer, sock: socket.socket) -> None:
-    """Answers until the other end is closed, which ends the process."""
-    decoder = msgspec.msgpack.Decoder(Start | Compile | Follow | Resume | MakeMasks)
-    while (frame := read_frame(sock)) is not None:
-        message = decoder.decode(frame)
-        answer: object
-        if isinstance(message, Follow):
-            answer = server.follow(message)
-        elif isinstance(message, MakeMasks):
-            answer = server.make_masks(message)
-        elif isinstance(message, Resume):
-            answer = server.resume(message)
-        elif isinstance(message, Compile):
-            answer = server.compile(message)
-        else:
-            answer = server.start(message)
-        write_frame(sock, msgspec.msgpack.encode(answer))
+def _answers(server: GrammarServer, message: object) -> Iterator[object]:
+    if isinstance(message, Follow):
+        followed, waiting = server.follow(message)
+        yield followed
+        yield from server.make_masks(waiting)
+    elif isinstance(message, MakeMasks):
+        yield from server.make_masks(server.guides_of(message))
+    elif isinstance(message, Resume):
+        yield server.resume(message)
+    elif isinstance(message, Compile):
+        yield server.compile(message)
 
 
 def _serve_or_end(server: GrammarServer, sock: socket.socket) -> None:
+    """Answers until the other end is closed, which ends the process."""
+    decoder, encode = msgspec.msgpack.Decoder(Compile | Follow | Resume | MakeMasks), msgspec.msgpack.encode
     try:
-        _serve(server, sock)
+        while (frame := read_frame(sock)) is not None:
+            for answer in _answers(server, decoder.decode(frame)):
+                write_frame(sock, encode(answer))
     finally:
         os._exit(0)
 
 
+def _forked(shards: list[list[int]]) -> list[int]:
+    """Forks a process for each of these but the first. Returns this process' FDs; those of the others are closed."""
+    for i in range(1, len(shards)):
+        if os.fork() == 0:
+            for fd in shards[0]:
+                os.close(fd)
+            return _alone(shards[i:])
+        for fd in shards[i]:
+            os.close(fd)
+    return shards[0]
+
+
+def _alone(shards: list[list[int]]) -> list[int]:
+    for others in shards[1:]:
+        for fd in others:
+            os.close(fd)
+    return shards[0]
+
+
 def main() -> None:
     """Serves each socket in a thread."""
-    memory, num_threads, num_words, *sockets = map(int, sys.argv[1:])
+    num_words, of_shard, *fds = map(int, sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-    shared = mmap.mmap(memory, MASK_ROWS * num_words * 4)
-    server = GrammarServer(np.frombuffer(shared, np.uint32).reshape(MASK_ROWS, num_words), num_threads)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    server = GrammarServer(num_words)
+    first = socket.socket(fileno=os.dup(fds[0]))
+    started = read_frame(first)
+    if started is None:
+        return
+    wrong = server.start(msgspec.msgpack.decode(started, type=Start))
+    write_frame(first, msgspec.msgpack.encode(wrong))
+    first.close()
+    if wrong:
+        return
+    gc.freeze()
+    own = _forked([fds[i : i + of_shard] for i in range(0, len(fds), of_shard)])
     threading.stack_size(_COMPILER_STACK_BYTES)
-    threads = [threading.Thread(target=_serve_or_end, args=(server, socket.socket(fileno=fd))) for fd in sockets]
+    threads = [threading.Thread(target=_serve_or_end, args=(server, socket.socket(fileno=fd))) for fd in own]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,10 +1,11 @@
-"""Grammars as sequences follow them, and the sequences' places in them: a part of the process in `grammar_process.py`.
+"""Grammars as sequences follow them, and the sequences' places in them: a part of the shards (`grammar_process.py`).
 
-**Guesses.** Most tokens of a text need no mask. A row without truncation may sample among all tokens: where it comes to
-one that is allowed, the mask would have led it there, too. To say whether a token is allowed takes some microseconds;
-a mask, which tries them all, up to milliseconds. So a guide that stands where a guess is likely to hold asks for no
-mask. In doubt it tries tokens at random: if one of them is allowed, many are, and the row guesses; else a mask is made,
-which is quick where few are allowed.
+**Guesses.** Most tokens of a text need no mask. A row without truncation may sample among all tokens, and bring those
+that it would have sampled in place of the first as well, in order: the first of them that is allowed is the one that a
+mask would have led to. To say whether a token is allowed takes some microseconds; a mask, which tries them all, up to
+milliseconds. So a guide that stands where a guess is likely to hold asks for no mask. In doubt it tries tokens at
+random: if one of them is allowed, many are, and the row guesses; else a mask is made, which is quick where few are
+allowed.
 
     at the beginning, after a guess that    guess; but if one of the last 32 guesses was refused, only where one of two
     was allowed, after a mask that allows   tokens tried at random is allowed: where few are, such a model is likely to
@@ -13,18 +14,17 @@ which is quick where few are allowed.
     after a guess that was refused          likewise, without what was refused; after three at this place not at all: a
                                             mask is made
 
-**Lanes.** Copies of a matcher share its lexer, under one lock: masks of copies cannot be made at the same time. So a
-grammar is compiled several times, and its sequences are spread over these lanes. A lane's lexer remembers what its
-sequences have met, which makes later masks cheaper: more lanes than threads cost more than their balance brings (with
-one lane a mask takes 0.4 ms once it has met much, with 32 lanes 1.1 to 1.4).
+A row that brings several tokens is less likely to be refused: two more are tried for it before a mask is made, and if
+none of its tokens is allowed it does not guess again at this place.
 """
 
-import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+from jpaged.text.frames import NO_TOKEN
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -34,8 +34,8 @@ _MOST_REFUSED = 2
 """After so many refused guesses at one place another one may be tried; if that is refused too, its mask is made."""
 _TRUSTED = 32
 """So many guesses in a row that were allowed make others likely to be, too, however few tokens are."""
-_QUICK_S = 0.1
-"""Lanes of grammars that are compiled within this are made at once; those of others beside the work."""
+_MORE_TRIED = 2
+"""Tokens that are tried besides where a row brings several."""
 
 
 class Vocabulary(NamedTuple):
@@ -57,42 +57,53 @@ class Guide:
     """A sequence's place in its grammar.
 
     ends_late: the end of sequence is allowed only where nothing else is. guesses: whether its rows may do without
-    masks. lane: which of the grammar's it was copied from.
+    masks.
     """
 
     __slots__ = (
+        "_brings_several",
         "_is_sure",
         "_num_allowed",
         "_num_refused",
         "_vocabulary",
         "ends_late",
-        "grammar",
         "guesses",
-        "lane",
         "matcher",
     )
 
     def __init__(self, grammar: "FollowedGrammar", vocabulary: Vocabulary, ends_late: bool, guesses: bool) -> None:
-        self.grammar, self.ends_late, self.guesses = grammar, ends_late, guesses
-        self.lane, self.matcher = grammar.begin()
+        self.ends_late, self.guesses = ends_late, guesses
+        self.matcher = grammar.begin()
         self._vocabulary = vocabulary
         self._is_sure = True  # a guess at the next place is likely to hold
         self._num_refused = 0  # guesses at this place that did not
         self._num_allowed = _TRUSTED  # guesses since the last one that did not
+        self._brings_several = False  # the last guess was of more tokens than one
 
-    def take_guess(self, token: int) -> bool:
-        """Moves past a token if it may follow; otherwise nothing has changed."""
-        matcher = self.matcher
-        if token in self._vocabulary.ends:
-            is_allowed = self._may_end(token)
-        else:
-            is_allowed = matcher.try_consume_tokens([token]) == 1
-        self._is_sure = is_allowed
-        if is_allowed:
+    def take_guess(self, tokens: Sequence[int]) -> int:
+        """Moves past the first of these tokens that may follow, and returns which it is; -1 if none may: then nothing
+        has changed. NO_TOKEN ends them.
+        """
+        taken = -1
+        for i, token in enumerate(tokens):
+            if token == NO_TOKEN:
+                break
+            if self._takes(token):
+                taken = i
+                break
+        self._brings_several = len(tokens) > 1 and tokens[1] != NO_TOKEN
+        self._is_sure = taken >= 0
+        if taken >= 0:
             self._num_allowed, self._num_refused = self._num_allowed + 1, 0
         else:
-            self._num_allowed, self._num_refused = 0, self._num_refused + 1
-        return is_allowed
+            refused = _MOST_REFUSED + 1 if self._brings_several else self._num_refused + 1
+            self._num_allowed, self._num_refused = 0, refused
+        return taken
+
+    def _takes(self, token: int) -> bool:
+        if token in self._vocabulary.ends:
+            return self._may_end(token)
+        return bool(self.matcher.try_consume_tokens([token]) == 1)
 
     def take_forced(self) -> list[int]:
         """Moves past the tokens that must follow, and returns them."""
@@ -107,10 +118,12 @@ class Guide:
             return True
         if self._is_sure and self._num_allowed >= _TRUSTED:
             return False
-        return not any(self._allows_one_at_random() for _ in range(2 if self._is_sure else 1))
+        num_tried = (2 if self._is_sure else 1) + (_MORE_TRIED if self._brings_several else 0)
+        return not any(self._allows_one_at_random() for _ in range(num_tried))
 
-    def finish_mask(self, mask: np.ndarray) -> None:
-        """Its mask has been made: uint32 [words]. The end of sequence is taken out where it must come late."""
+    def make_mask(self, mask: np.ndarray) -> None:
+        """Writes what may follow: uint32 [words]. The end of sequence is left out where it must come late."""
+        self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self.ends_late:
             others = mask & self._vocabulary.not_ends
             if others.any():
@@ -137,59 +150,26 @@ class Guide:
 
 
 class FollowedGrammar:
-    """A compiled constraint: a matcher for each lane, behind the forced tokens, of which sequences get copies.
+    """A compiled constraint: a matcher behind the forced tokens, of which sequences get copies.
 
-    forced: tokens that come first. num_live: how many sequences follow each lane.
+    forced: tokens that come first.
     """
 
     def __init__(self, tokenizer: "LLTokenizer", text: str) -> None:
-        self._tokenizer, self._text = tokenizer, text
-        begun = time.perf_counter()
-        first, self.forced = self._lane()
-        self._compile_s = time.perf_counter() - begun
-        self.num_live = [0]
-        self._lanes = [first]
-        self._is_growing = False
+        from llguidance import LLMatcher
+
+        self._matcher = LLMatcher(tokenizer, text, log_level=0)
+        self.forced: list[int] = self._matcher.compute_ff_tokens()
+        self._matcher.consume_tokens(self.forced)
 
     def first_mask(self, mask: np.ndarray) -> str:
         """Writes what may follow the forced tokens. Returns what is wrong with the constraint."""
-        self._lanes[0].unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        return self._lanes[0].get_error()
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        return self._matcher.get_error()
 
-    def grow(self, num_more: int, most: int, pool: ThreadPoolExecutor) -> None:
-        """Makes lanes for so many more sequences, at best one for each, and at most `most`."""
-        missing = min(most, sum(self.num_live) + num_more) - len(self._lanes)
-        if missing <= 0 or self._is_growing:
-            return
-        if self._compile_s > _QUICK_S:
-            self._is_growing = True
-            pool.submit(self._grow_beside, missing)
-        else:
-            for lane, _ in pool.map(lambda _: self._lane(), range(missing)):
-                self._add(lane)
-
-    def begin(self) -> "tuple[int, LLMatcher]":
-        """A copy of the lane that has the fewest sequences."""
-        lane = min(range(len(self._lanes)), key=self.num_live.__getitem__)
-        self.num_live[lane] += 1
-        return lane, self._lanes[lane].deep_copy()
-
-    def _grow_beside(self, missing: int) -> None:
-        for _ in range(missing):
-            self._add(self._lane()[0])
-        self._is_growing = False
-
-    def _add(self, lane: "LLMatcher") -> None:
-        self.num_live.append(0)
-        self._lanes.append(lane)
-
-    def _lane(self) -> "tuple[LLMatcher, list[int]]":
-        from llguidance import LLMatcher
-
-        matcher = LLMatcher(self._tokenizer, self._text, log_level=0)
-        forced = matcher.compute_ff_tokens()
-        matcher.consume_tokens(forced)
-        return matcher, forced
+    def begin(self) -> "LLMatcher":
+        """A copy for a sequence."""
+        return self._matcher.deep_copy()
 
 
 def few_tokens(masks: np.ndarray, counts: np.ndarray, most: int) -> list[list[int] | None]:

@@ -1,6 +1,9 @@
 """What the cases of `jpaged bench kernels` compute, and what they say of it, in small shapes."""
 
+from dataclasses import replace
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -127,6 +130,21 @@ def test_contiguous_cases_count_and_compute_what_those_over_block_tables_do(monk
             pool = pool.at[table[row, position // 4], :, :, position % 4].set(token)
     found = program(q, [(keys, values)], stretches, kv_lens, chunks)
     np.testing.assert_allclose(found, by_table(q, pool, [table], kv_lens, *starts), atol=1e-5)
+
+
+def test_a_pool_in_fp8_is_read_in_half_the_bytes_and_gives_nearly_the_same(monkeypatch) -> None:
+    monkeypatch.setattr(attention, "L2_BYTES", 1)
+    monkeypatch.setattr(attention, "_LAYERS", 1)
+    monkeypatch.setattr(attention, "_PROGRAM_S", 0.0)
+    setting, lens = Setting(heads=4, kv_heads=2, head_dim=16, block_size=4), np.array([20, 12])
+    plain, of_plain, _, bytes_of_plain = attention.attention_case(lens, None, setting, "xla")
+    narrow = replace(setting, kv_dtype=jnp.float8_e4m3fn)
+    program, arguments, _, work = attention.attention_case(lens, None, narrow, "xla")
+    assert arguments[1].dtype == jnp.float8_e4m3fn
+    assert arguments[0].dtype == jnp.bfloat16
+    assert 2 * work == bytes_of_plain == 32 * 2 * 2 * 16 * 2
+    wanted, found = (np.asarray(x, np.float32) for x in (plain(*of_plain), program(*arguments)))
+    assert 0 < np.abs(found - wanted).max() < 0.2
 
 
 def test_contiguous_cases_stand_beside_those_over_block_tables_whatever_the_backend(monkeypatch) -> None:

@@ -2,11 +2,13 @@
 
 import json
 
+import jsonschema
 import numpy as np
 import pytest
 
 from jpaged.api.errors import InvalidParameterError
 from jpaged.bench.models import CONFIGS, model_directory
+from jpaged.bench.structured import unseen_schema
 from jpaged.bench.throughput import main
 from jpaged.bench.workloads import DATASETS, make_requests
 from jpaged.models import ModelConfig, build
@@ -91,8 +93,8 @@ def test_a_workload_is_measured_with_and_without_a_schema(tmp_path, capsys):
         "64",
     ]
     lengths = ["--num-prompts", "4", "--input-len", "6", "--output-len", "40", "--runs", "1", "--temperature", "1"]
-    assert main([*sizes, *lengths, "--structured", "half", "--json", str(file)]) == 0
-    free, half = json.loads(file.read_text())["results"]
+    assert main([*sizes, *lengths, "--structured", "half", "--unseen-schemas", "3", "--json", str(file)]) == 0
+    free, half, unseen = json.loads(file.read_text())["results"]
     assert free["output_tokens"] == 160
     assert (half["num_prompts"], half["num_constrained"]) == (4, 2)
     (run,) = half["runs"]
@@ -100,7 +102,21 @@ def test_a_workload_is_measured_with_and_without_a_schema(tmp_path, capsys):
     assert 2 <= run["constrained"]["output_tokens"] <= 80
     assert run["output_tokens"] == run["constrained"]["output_tokens"] + 80
     assert half["output_tokens_per_s"] == pytest.approx(run["output_tokens"] / run["seconds"])
-    assert "2 of 4 requests with a schema" in capsys.readouterr().out
+    assert unseen["count"] == 3
+    assert unseen["first_token_ms"]["max"] >= unseen["first_token_ms"]["p50"] > 0 < unseen["first_token_free_ms"]["p50"]
+    printed = capsys.readouterr().out
+    assert "2 of 4 requests with a schema" in printed
+    assert "with unseen schema" in printed
+
+
+def test_unseen_schemas_are_schemas_and_no_two_of_them_are_alike():
+    rng = np.random.default_rng(0)
+    schemas = [unseen_schema(rng) for _ in range(50)]
+    for schema in schemas:
+        jsonschema.Draft202012Validator.check_schema(schema)
+    texts = [json.dumps(schema) for schema in schemas]
+    assert len(set(texts)) == 50
+    assert 10 < np.median([text.count("field_") for text in texts]) / 2 < 60
 
 
 def test_a_configuration_without_a_tokenizer_needs_one_for_a_schema():

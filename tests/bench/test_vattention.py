@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jpaged.api.errors import EngineDeadError
-from jpaged.bench import sharing, vattention
+from jpaged.bench import layout_engines, sharing, vattention
 from jpaged.bench.engine_processes import EngineProcess, digest, engine_argv, obey
 from jpaged.bench.models import model_directory
 from tests.bench import small_engine
@@ -162,15 +162,77 @@ def test_a_layout_s_engine_that_fails_leaves_its_steps_and_the_other_layouts(
     def ran(argv: list[str], check: bool) -> Any:
         layout = argv[argv.index("--kv-cache-layout") + 1]
         if layout == "paged" or written:
-            found = {"steps": [{"mean_ms": 1.0}], "memory": {"startup_s": 2.0}, "tokens": [[1], [2]]}
+            figures = [{"part": "steps", "mean_ms": 1.0}]
+            found = {"figures": figures, "memory": {"startup_s": 2.0}, "tokens": [[1], [2]]}
             Path(argv[argv.index("--json") + 1]).write_text(json.dumps(found))
         return type("Done", (), {"returncode": 0 if layout == "paged" else status})
 
-    monkeypatch.setattr(vattention.subprocess, "run", ran)
+    monkeypatch.setattr(layout_engines.subprocess, "run", ran)
     args = vattention.parser().parse_args(["--layout", "paged", "--layout", "sliced"])
-    rows = [row for row in vattention.measure_engines(args) if row["layout"] == "sliced"]
+    measured = layout_engines.measure(vattention.parser(), args, ["steps"])
+    rows = [row for row in measured if row["layout"] == "sliced"]
     assert ("mean_ms" in rows[0]) == written
     if status:
         assert "exit code 1" in rows[-1]["failed"]
     else:
         assert rows[-1]["sequences_as_first"] == "2 of 2"
+
+
+@small_engine.GROUP
+def test_an_engine_maps_a_prompt_s_pages_when_it_is_told_to_and_answers_as_itself(tmp_path: Path) -> None:
+    options = [*small_engine.options(tmp_path), "--rows", "2", "--context", "24", "--steps", "8", "--block-size", "1"]
+    options += ["--kv-cache-layout", "virtual", "--prompt-lengths", "40,9999", "--of-one-layout", "prompts,agreement"]
+    *_, found = layout_engines.measure_engine(vattention.parser().parse_args(options))
+    rows = {row["mapping"]: row for row in found["figures"]}
+    assert {row["tokens"] for row in rows.values()} == {40}  # the other one is longer than the engine takes
+    step, left = rows["in the step"], rows["left"]
+    assert step["pages"] == step["pages_in_steps"] > 0
+    assert (left["pages"], left["pages_in_steps"]) == (0, 0)
+    waiting = rows["in the step, behind another"]
+    assert waiting["pages_in_steps"] == step["pages"]
+    assert rows["ahead, behind another"]["pages_in_steps"] <= waiting["pages_in_steps"]
+    assert all(row["ms"] > 0 for row in rows.values())
+    same = layout_engines.compare(found["answers"], json.loads(json.dumps(found["answers"])))
+    assert (same["sequences_equal"], same["prompt_logprobs"]) == ("2 of 2", 2 * 23)
+    assert (same["difference_max"], "margin_where_they_part_max" in same) == (0.0, False)
+
+
+def test_engines_that_part_are_compared_where_they_do() -> None:
+    def answers(tokens: list[list[int]], logprobs: list[list[float]]) -> dict[str, Any]:
+        return {"tokens": tokens, "likeliest": [], "prompts": logprobs}
+
+    first = answers([[1, 2, 3], [4, 5, 6], [7, 8, 9]], [[-1.0, -2.0], [-3.0, -4.0], [-5.0, -6.0]])
+    first["likeliest"] = [[[(token, -0.5), (token + 50, -0.75)] for token in row] for row in first["tokens"]]
+    other = answers([[1, 52, 99], [4, 5, 6], [7, 8, 60]], [[-1.0, -2.5], [-3.0, -4.0], [-5.0, -6.0]])
+    found = layout_engines.compare(first, other)
+    assert found["sequences_equal"] == "1 of 3"
+    assert found["not_second"] == 1  # 60 is not what the first engine would have said instead of 9
+    assert found["tokens_before_they_part_median"] == 1.5
+    assert found["margin_where_they_part_max"] == found["margin_of_all_steps_median"] == 0.25
+    assert (found["prompt_logprobs"], found["difference_max"]) == (6, 0.5)
+
+
+def test_parts_of_one_engine_are_measured_together_and_those_of_others_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def measured(parser: Any, args: Any, parts: list[str]) -> Any:
+        asked.append(parts)
+        return iter([{"part": part} for part in parts])
+
+    monkeypatch.setattr(layout_engines, "measure", measured)
+    report = tmp_path / "parts.json"
+    parts = ["prompts", "waste", "agreement"]
+    assert vattention.main([*(word for part in parts for word in ("--part", part)), "--json", str(report)]) == 0
+    assert asked == [["prompts", "agreement"]]
+    rows = [row["part"] for row in json.loads(report.read_text())["results"]]
+    assert rows[:3] == ["prompts", "agreement", "waste"]
+
+
+def test_cudnn_reads_per_layer_pages() -> None:
+    parser = vattention.parser()
+    argv = engine_argv(parser, parser.parse_args([]), "cudnn")
+    told = {name: argv[argv.index(f"--{name}") + 1] for name in ("kv-cache-layout", "virtual-page-layout")}
+    assert told == {"kv-cache-layout": "virtual", "virtual-page-layout": "per-layer"}
+    assert argv[argv.index("--kernel-backend") + 1] == "cudnn"

@@ -50,6 +50,8 @@ from tests.tiny_models import DEMO_OPTIONS
 MARK = "JPAGED_SOAK"
 """A variable of all processes of the server, by which those that are left over are found."""
 SEND_TIMEOUT_S, STEP_TIMEOUT_S = 3.0, 20.0
+NOTICED_S = 240.0
+"""In which a process that was stopped must be noticed, whatever it was doing: it may be importing (`pulse.BEGIN_S`)."""
 REPLICAS, API_WORKERS = 2, 2
 MEMORY_GROWTH, MEMORY_MARGIN_MIB = 1.1, 24.0
 POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
@@ -256,7 +258,11 @@ class Troubles:
     async def hang_engine(self) -> None:
         engine = self._draw.choice(self._server.engines())
         os.kill(engine, signal.SIGSTOP)
+        end = time.monotonic() + NOTICED_S
         while engine in self._server.engines():
+            if time.monotonic() > end:
+                os.kill(engine, signal.SIGKILL)
+                raise RuntimeError(f"an engine process that was stopped went unnoticed for {NOTICED_S:g} s")
             await asyncio.sleep(0.1)
         self.num_restarts += 1
         await self._recovered()

@@ -5,9 +5,11 @@
     ... [drill's options] -- --data-parallel-size 2                     what follows is for `jpaged serve`
 
 kill      Streams are greedy, seeded, for two choices, with log-probabilities, with stop strings. Each kill comes when
-          they have moved since the last one. Prints for each kill the pause until the next token of any stream, and the
-          server's own account of it. --exact no: compare lengths and ends only, for models whose tokens may depend on
-          what shares a step.
+          they have moved since the last one. Prints for each kill the pause until the next token of any stream, and its
+          parts: until the server notices the death, until the process is gone and the next one is started, the phases
+          of its start, and from "ready" to the token: requests added again, their prompts and tokens computed. The KV
+          pool must be as large as before: a process that started beside the dying one would find less memory.
+          --exact no: compare lengths and ends only, for models whose tokens may depend on what shares a step.
 suspect   A request with a certain token kills the engine, raises an error in its step, or makes the step hang. It must
           be refused, and the streams beside it end as if it had never been.
 
@@ -20,10 +22,12 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -129,15 +133,16 @@ async def _killed(server: Server, args: argparse.Namespace, calm: list[Any], log
     async with client_of(server) as client:
         streams = Streams(client, args.tokens)
         tasks = [asyncio.create_task(streams.one(number)) for number in range(args.streams)]
-        killed = 0
+        killed, reports, blocks = 0, list[dict[str, Any]](), num_blocks(server)
         for number in range(1, args.kills + 1):
             before = streams.progress
             while streams.progress < before + args.streams and not all(task.done() for task in tasks):
                 await asyncio.sleep(0.02)
-            await asyncio.sleep(random.random() * args.longest_wait)
+            await asyncio.sleep(random.uniform(min(args.shortest_wait, args.longest_wait), args.longest_wait))
             engines = server.engines()
             if all(task.done() for task in tasks):
                 break
+            at = time.time()  # noqa: TID251  the server's log has dates
             begin, before = time.monotonic(), streams.progress
             for pid in engines:
                 with contextlib.suppress(ProcessLookupError):
@@ -148,16 +153,43 @@ async def _killed(server: Server, args: argparse.Namespace, calm: list[Any], log
             while streams.progress == before and not all(task.done() for task in tasks):
                 await asyncio.sleep(0.005)
             log.seek(0)
-            says = [line.partition("serves again ")[2].strip() for line in log if "serves again" in line]
-            report = {"kill": number, "pause_s": round(time.monotonic() - begin, 2), "server_says": says[-1:]}
+            says = [line for line in log if "serves again" in line]
+            report = {"kill": number} | parts_of(at, streams.last_at - begin, says[-1] if len(says) == killed else "")
+            reports.append(report)
             print(json.dumps(report), flush=True)
         answers = await asyncio.gather(*tasks, return_exceptions=True)
     report = {"kills": killed, "streams": args.streams} | judged(answers, calm, args.exact == "yes")
     report |= {name: server.gauge(f"{name}_total") for name in ("engine_restarts", "requests_resumed")}
     report |= {"open": server.gauge("num_requests_running"), "health": server.get("/health").status_code}
+    report |= {"blocks_before": blocks, "blocks_after": num_blocks(server), "start_s": round(server.start_s, 1)}
     print(json.dumps(report), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps({"kills": reports, "end": report, "arguments": sys.argv[1:]}, indent=1))
     whole = not report["errors"] and not report["wrong"] and report["engine_restarts"] == killed
+    whole &= report["blocks_after"] == blocks
     return whole and not report["open"] and report["health"] == 200 and killed > 0
+
+
+def parts_of(begun: float, pause_s: float, says: str) -> dict[str, Any]:
+    """A pause in seconds by its parts; only the pause itself where the server did not say more.
+
+    begun: when the process was killed, by `time.time()`. says: the server's line about it.
+    """
+    pause = {"pause_s": round(pause_s, 2)}
+    found = re.match(r"(.{19}),(\d{3}) .*again ([\d.]+) s after.*: ([\d.]+) s until the next was.*\((.*)\)", says)
+    if found is None:
+        return pause
+    down_s, gone_s = map(float, found.group(3, 4))
+    ready = datetime.fromisoformat(found[1]).timestamp() + int(found[2]) / 1000
+    noticed_s = ready - down_s - begun
+    parts = {"noticed": round(noticed_s, 2), "gone": gone_s}
+    parts |= {name: float(seconds) for name, seconds in re.findall(r"([a-z ]+?) ([\d.]+)(?:, |$)", found[5])}
+    return pause | parts | {"next token": round(pause_s - noticed_s - down_s, 2)}
+
+
+def num_blocks(server: Server) -> list[str]:
+    """Of each replica's KV pool."""
+    return re.findall(r'cache_config_info\{.*num_gpu_blocks="(\d+)"', server.get("/metrics").text)
 
 
 def drill_suspect(args: argparse.Namespace) -> bool:
@@ -219,6 +251,8 @@ def main() -> int:
     kill = commands.add_parser("kill")
     kill.add_argument("--kills", type=int, default=20)
     kill.add_argument("--longest-wait", type=float, default=1.0, help="s, before each kill; the wait is random")
+    kill.add_argument("--shortest-wait", type=float, default=0.0, help="s; 4: a spare process is ready each time")
+    kill.add_argument("--json", type=Path, help="write the parts of each pause to this file")
     kill.set_defaults(drill=drill_kill)
     suspect = commands.add_parser("suspect")
     suspect.add_argument("--step-timeout", type=float, default=20.0, help="s")

@@ -15,8 +15,9 @@ A step may bring `StepPlan.tokens_per_row` tokens a row: each row then runs so o
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.interface import (
     NO_TOKEN,
     NULL_BLOCK,
+    NUM_RANKED,
     SWAP_CHUNK_BLOCKS,
     FinishCode,
     Logprobs,
@@ -74,6 +76,12 @@ def allowed_token(token: int, mask: np.ndarray) -> int:
     return next(t for t in ranked if mask[t // 32] >> (t % 32) & 1)
 
 
+def ranked_tokens(token: int, mask: np.ndarray) -> list[int]:
+    """What comes after it in that order, if it is not allowed either: the first allowed ones."""
+    ranked = ((token + i * _STRIDE) % VOCAB_SIZE for i in range(VOCAB_SIZE))
+    return list(islice((t for t in ranked if mask[t // 32] >> (t % 32) & 1), NUM_RANKED))
+
+
 def mask_of(tokens: np.ndarray) -> np.ndarray:
     """The mask that allows these tokens alone; or, where NO_TOKEN stands first, all but those behind it."""
     assert 0 < len(tokens) <= FEW_TOKENS
@@ -118,6 +126,7 @@ class _Slot:
     first_query: int = 0
     active: bool = True
     mask: np.ndarray | None = None
+    ranked: list[int] | None = None
 
 
 class FakeHandle:
@@ -142,7 +151,12 @@ class FakeExecutor:
         does not end; all of them if None.
     rank: gives for a sequence's tokens the TOP_K most likely next ones and their log-probabilities, instead of those
         that the fake model gives.
+
+    Attributes:
+        num_ranked: tokens of `StepResult.ranked` that are not left out, as if the vocabulary had no more.
     """
+
+    num_ranked = 2
 
     def __init__(
         self,
@@ -188,14 +202,17 @@ class FakeExecutor:
         for start in plan.starts:
             self._start(start)
         assert len(plan.mask_slots) == len(set(plan.mask_slots.tolist())) == len(plan.masks)
-        for slot, mask, token in zip(plan.mask_slots.tolist(), plan.masks, plan.mask_tokens.tolist(), strict=True):
+        given = (plan.mask_slots.tolist(), plan.masks, plan.mask_tokens.tolist(), plan.mask_backs.tolist())
+        for slot, mask, token, goes_back in zip(*given, strict=True):
             assert self._slots[slot].start.sampling.structured_outputs is not None
             self._slots[slot].mask = mask_of(mask) if mask.dtype == np.int32 else mask.copy()
             if mask.dtype == np.int32 and mask[0] == NO_TOKEN:
                 assert needed_variant(self._slots[slot].start) == SamplingVariant.MASKED
                 assert not self._slots[slot].start.sampling.truncates
-            if token != NO_TOKEN:
+            if goes_back:
                 self._go_back(self._slots[slot], token)
+            elif token != NO_TOKEN:
+                self._replace_last(self._slots[slot], token)
         for back in plan.swap_ins:
             held = self._host[back.chunk] if back.keep else self._host.pop(back.chunk)
             wanted = np.flatnonzero(back.block_ids != NULL_BLOCK)
@@ -231,6 +248,15 @@ class FakeExecutor:
         state.prints.pop()
         assert state.tokens[-1] == token
         state.num_computed -= 1
+        state.active = True
+
+    def _replace_last(self, state: _Slot, token: int) -> None:
+        """Not the token that was sampled last counts, but another one that was ranked after it."""
+        assert state.num_computed == len(state.tokens) - 1
+        assert state.ranked is not None
+        assert token in state.ranked[1:]
+        state.tokens[-1] = token
+        state.prints[-1] = fingerprint(state.prints[-2], token)
         state.active = True
 
     def _check_sizes(self, plan: StepPlan) -> None:
@@ -341,6 +367,7 @@ class FakeExecutor:
         codes = np.zeros((len(rows),), np.uint8)
         scores = plan.variant in (SamplingVariant.FULL, SamplingVariant.BEAM)
         logprobs = _empty_logprobs(len(rows), k) if scores else None
+        ranked = np.full((len(rows), NUM_RANKED), NO_TOKEN, np.int32)
         scored = {len(plan.decode_slots) + i for i, c in enumerate(plan.chunks) if c.score_targets is not None}
         was_active = [self._slots[slot].active for slot, _ in rows]
         left = [k] * len(rows)
@@ -365,16 +392,21 @@ class FakeExecutor:
                 if samples:
                     token_ids[row, again] = self._sample_row(state, logprobs, (row, again))
                     codes[row] = self._code_of(state)
+                    if state.ranked is not None:
+                        some = state.ranked[: self.num_ranked]
+                        ranked[row, : len(some)] = some
                     state.active = codes[row] == FinishCode.RUNNING
         assert all(was_active[row] or (token_ids[row] == NO_TOKEN).all() for row in range(len(rows)))
         prompt_logprobs, scores = self._prompt_logprobs(plan), self._scores(plan)
-        return StepResult(token_ids, codes, logprobs, prompt_logprobs, scores, plan.num_sharing > 0)
+        result = StepResult(token_ids, codes, logprobs, prompt_logprobs, scores, plan.num_sharing > 0)
+        return replace(result, ranked=ranked if plan.variant == SamplingVariant.MASKED else None)
 
     def _sample_row(self, state: _Slot, logprobs: Logprobs | None, place: tuple[int, int]) -> int:
         token = next_token(state.prints[-1], state.start.seed, len(state.tokens))
         if state.start.sampling.structured_outputs is not None:
             assert state.mask is not None, "a constrained row runs without a mask"
-            token = allowed_token(token, state.mask)
+            state.ranked = ranked_tokens(token, state.mask)
+            token = state.ranked[0]
         if logprobs is not None:
             _fill_logprobs(logprobs, place, state.prints[-1], token)
             if self.rank is not None:

@@ -5,19 +5,22 @@ run of tokens must.
 """
 
 import gc
+import queue
 import threading
 import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from jpaged.api.errors import InvalidParameterError
 from jpaged.api.structured_outputs import StructuredOutputsParams
-from jpaged.engine.constraints.grammars import LEAST_HALVED, ConstrainedRows
+from jpaged.engine.constraints.company import LEAST_HALVED
+from jpaged.engine.constraints.grammars import ConstrainedRows
 from jpaged.engine.constraints.searches import Searches
 from jpaged.engine.interface import NO_TOKEN, CacheGroup
 from jpaged.text.grammar_process import Place
@@ -66,6 +69,55 @@ class MadeUpGrammar:
         return MadeUpGuide(self._start.state, guesses)
 
 
+class ThreadedMaker:
+    """Follows made-up grammars in a thread, which knows nothing of who made it."""
+
+    def __init__(self, grammars: "MadeUpGrammars") -> None:
+        self.news = threading.Event()
+        self.wake = self.news.set
+        self.jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self.results: queue.SimpleQueue = queue.SimpleQueue()
+        arguments = (grammars, self.jobs, self.results, self.news)
+        self.thread = threading.Thread(target=follow, args=arguments, daemon=True)
+        self.thread.start()
+        self.close = weakref.finalize(self, self.jobs.put, None)
+
+    def put(self, job):
+        self.jobs.put(job)
+
+    @property
+    def has_news(self):
+        return self.news.is_set()
+
+    def wait(self, seconds):
+        self.news.wait(seconds)
+
+    def take_all(self, waits=False):
+        self.news.clear()
+        results = [self.results.get()] if waits else []
+        while not self.results.empty():
+            results.append(self.results.get())
+        for error in results:
+            if isinstance(error, BaseException):
+                raise error
+        return results
+
+
+def follow(grammars, jobs, results, news) -> None:
+    while (job := jobs.get()) is not None:
+        try:
+            places = grammars.advance(job.guides, job.tokens, job.guessed, job.last)
+            results.put(SimpleNamespace(slots=job.slots, places=places, masks=None))
+            news.set()
+            waiting = [i for i, place in enumerate(places) if place.waits]
+            if waiting:
+                masks = grammars.make_masks([job.guides[i] for i in waiting], [job.before[i] for i in waiting])
+                results.put(SimpleNamespace(slots=[job.slots[i] for i in waiting], places=None, masks=masks))
+        except BaseException as error:
+            results.put(error)
+        news.set()
+
+
 class MadeUpGrammars:
     """delay_s: of masks and checks. share: of the places where rows that may guess do so; two in three guesses are
     refused, and two in three of these may be followed by others. may_compile: set when compilations may end.
@@ -78,7 +130,7 @@ class MadeUpGrammars:
         self.delay_s = delay_s
         self.fails_after = fails_after
         self.share = share
-        self.num_allowed = self.num_refused = 0
+        self.num_allowed = self.num_refused = self.num_later = 0
         self.may_compile = threading.Event()
         self.may_compile.set()
         self.failure: Exception | None = None
@@ -112,9 +164,12 @@ class MadeUpGrammars:
         threading.Thread(target=work, daemon=True).start()
         return future
 
-    def advance(self, guides, token_ids, guessed, last):
+    def follower(self):
+        return ThreadedMaker(self)
+
+    def advance(self, guides, tokens, guessed, last):
         time.sleep(self.delay_s)
-        return [self._answer(*one) for one in zip(guides, token_ids, guessed, last, strict=True)]
+        return [self._answer(*one) for one in zip(guides, tokens.tolist(), guessed, last, strict=True)]
 
     def make_masks(self, guides, before):
         time.sleep(self.delay_s)
@@ -123,17 +178,22 @@ class MadeUpGrammars:
         listed = [np.flatnonzero(np.unpackbits(m.view(np.uint8), bitorder="little")).astype(np.int32) for m in masks]
         return [mask if guide.state % 2 else few for guide, mask, few in zip(guides, masks, listed, strict=True)]
 
-    def _answer(self, guide, token, is_guess, is_last):
+    def _answer(self, guide, tokens, is_guess, last):
+        taken = 0
         if is_guess:
             assert guide.guesses
-            allowed = mask_after(guide.state)[token // 32] >> (token % 32) & 1
-            self.num_allowed += int(allowed)
-            self.num_refused += not allowed
-            if not allowed:
+            mask = mask_after(guide.state)
+            may = [i for i, token in enumerate(tokens) if token != NO_TOKEN and mask[token // 32] >> (token % 32) & 1]
+            self.num_allowed += bool(may)
+            self.num_refused += not may
+            if not may:
                 return Place(is_refused=True, needs_mask=self.num_refused % 3 == 0)
+            taken = may[0]
+            self.num_later += taken > 0
         else:
-            assert not is_last
-        return Place(needs_mask=False) if is_last else self._place(guide, token)
+            assert not last
+        place = Place(needs_mask=False) if last >> taken & 1 else self._place(guide, tokens[taken])
+        return place._replace(num_refused=taken)
 
     def _place(self, guide, token):
         guide.advance([token])
@@ -207,10 +267,10 @@ def test_rows_run_under_the_masks_of_their_own_tokens_among_others(delay_s, shar
 
 def test_what_was_guessed_is_told_only_when_it_is_known_to_be_allowed():
     class Slow(MadeUpGrammars):
-        def advance(self, guides, token_ids, guessed, last):
+        def advance(self, guides, tokens, guessed, last):
             self.asked.set()
             self.may_answer.wait()
-            return super().advance(guides, token_ids, guessed, last)
+            return super().advance(guides, tokens, guessed, last)
 
         asked, may_answer = threading.Event(), threading.Event()
 
@@ -329,7 +389,7 @@ def test_where_every_token_must_be_sampled_forced_ones_are(wants):
 
 def test_only_masks_that_changed_are_sent():
     class Alike(MadeUpGrammars):
-        def advance(self, guides, token_ids, guessed, last):
+        def advance(self, guides, tokens, guessed, last):
             return [Place() for _ in guides]
 
         def make_masks(self, guides, before):
@@ -391,7 +451,7 @@ def test_an_engine_that_is_let_go_takes_its_thread_along_though_compiled_grammar
     grammars.may_compile.set()
     engine.run()
     kind = engine.core.scheduler._dependents._kinds[2]
-    thread, rows = kind._maker._thread, weakref.ref(kind)
+    thread, rows = kind._maker.thread, weakref.ref(kind)
     del engine, kind
     gc.collect()
     assert rows() is None

@@ -141,7 +141,9 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
     for depth, what in ((4096, "norm"), (16_384, "norm"), (14_336, "silu"), (16_384, "gelu")):
         gated = what != "norm"
         sizes = (32, 2 * depth if gated else depth), (32, 1), (2 * depth if gated else depth,)
-        x = ops.Sums(*(Shape(size, jnp.float32) for size in sizes), 32, jnp.dtype(jnp.bfloat16))
+        arrays = [Shape(size, jnp.float32) for size in sizes]
+        arrays[0] = Shape(sizes[0], jnp.bfloat16 if depth < 16_384 else jnp.float32)
+        x = ops.Sums(*arrays, 32, jnp.dtype(jnp.bfloat16))
         options = {"activation": what} if gated else {}
         arguments = (x,) if gated else (x, Shape((32, depth), jnp.bfloat16), Shape((depth,), jnp.bfloat16))
         yield f"round_rows 32 x {depth} {what}", partial(rounded, options), arguments, False

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from jpaged import pallas_kernels as ops
 from jpaged.pallas_kernels.common.triton_targets import FAMILY, SHARED_BYTES
+from jpaged.pallas_kernels.round_rows.operands import type_of_sums
 from tests.support.triton_compile import compiled, launches
 
 Shape = jax.ShapeDtypeStruct
@@ -272,7 +273,7 @@ def fp8() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
 
 
 def sums(rows: int, width: int, dtype: Any) -> ops.Sums:
-    arrays = (Shape((rows, size), jnp.float32) for size in (width, 1))
+    arrays = Shape((rows, width), type_of_sums(dtype)), Shape((rows, 1), jnp.float32)
     return ops.Sums(*arrays, Shape((width,), jnp.float32), rows, jnp.dtype(dtype))
 
 

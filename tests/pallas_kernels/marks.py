@@ -12,11 +12,16 @@ on_gpu_with_triton = pytest.mark.skipif(
     missing("triton") is not None or default_device().capability is None, reason="needs a GPU and jax-triton"
 )
 
-WITH_TRITON = ["xla", pytest.param("triton", marks=needs_triton)]
+runs_triton = (needs_triton, pytest.mark.gpu)
+"""Of a parameter with which Triton's kernels run: on the GPU where there is one, else in Triton's interpreter."""
+
+WITH_TRITON = ["xla", pytest.param("triton", marks=runs_triton)]
 """Backends whose ops run wherever the tests do: Triton's on a CPU in its interpreter."""
 
-ON_GPU = [pytest.param("hopper", marks=on_gpu), pytest.param("triton", marks=on_gpu_with_triton)]
+_HOPPER = pytest.param("hopper", marks=(on_gpu, pytest.mark.gpu))
+
+ON_GPU = [_HOPPER, pytest.param("triton", marks=(on_gpu_with_triton, pytest.mark.gpu))]
 """Backends whose kernels run on a GPU."""
 
-over_backends = pytest.mark.parametrize("backend", [*WITH_TRITON, pytest.param("hopper", marks=on_gpu)])
+over_backends = pytest.mark.parametrize("backend", [*WITH_TRITON, _HOPPER])
 """One test for all backends that run here."""

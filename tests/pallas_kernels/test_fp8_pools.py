@@ -86,6 +86,7 @@ def test_keys_and_values_are_rounded_as_they_are_written(backend, scaled):
     np.testing.assert_array_equal(np.asarray(q, np.float32), np.asarray(k * 2, np.float32))
 
 
+@pytest.mark.gpu
 @needs_triton
 def test_every_float_is_rounded_as_the_nearest_e4m3():
     around = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)

@@ -83,34 +83,34 @@ def _tokens_by_path(name: str) -> dict[str, Any]:
         write_tiny_model(tiny_model(name), directory, use_torch=False)
         args = replace(ARGS, model=directory, expert_load=name in SPARSE)
         engine = LLMEngine(args)
-        found: dict[str, Any] = {"chunked": _run(engine)}  # 131 tokens of prompts in steps of 32
+        found: dict[str, Any] = {"chunked": greedy_tokens(engine)}  # 131 tokens of prompts in steps of 32
         found["load"] = _load(engine)
-        found["prefix hits"] = _run(engine)
+        found["prefix hits"] = greedy_tokens(engine)
         found["hits"] = engine.get_metrics().prefix_cache_hits
         found["preempted"] = []
         for blocks in POOLS:
             num_blocks = blocks * len(engine.startup.cache_groups)
             few = LLMEngine(replace(args, num_gpu_blocks_override=num_blocks), engine.startup)
-            found["preempted"].append(_run(few))
+            found["preempted"].append(greedy_tokens(few))
             if preemptions := few.get_metrics().num_preemptions:
                 break
         found["preemptions"] = preemptions
         found["samples"] = _samples(LLMEngine(args, engine.startup))
         found["scores"] = _scores(LLMEngine(args, engine.startup))
         if name in HYBRID:
-            found["small chunks"] = _run(LLMEngine(replace(args, max_num_batched_tokens=7), engine.startup))
+            found["small chunks"] = greedy_tokens(LLMEngine(replace(args, max_num_batched_tokens=7), engine.startup))
         for degree in () if name in UNSPLIT else (2, 4):
             split = replace(args, tensor_parallel_size=degree)
             engine = LLMEngine(split)
-            found[f"tensor parallel {degree}"] = _run(engine)
+            found[f"tensor parallel {degree}"] = greedy_tokens(engine)
             if name in SPARSE:
                 whole = LLMEngine(replace(split, enable_expert_parallel=True))
-                found[f"expert parallel {degree}"] = _run(whole)
+                found[f"expert parallel {degree}"] = greedy_tokens(whole)
                 found[f"loads {degree}"] = [_load(engine), _load(whole)]
         return found
 
 
-def _run(engine: LLMEngine) -> list[list[int]]:
+def greedy_tokens(engine: LLMEngine) -> list[list[int]]:
     """Greedy tokens of all prompts at once."""
     sampling = SamplingParams(
         temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY

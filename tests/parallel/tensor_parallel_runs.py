@@ -236,8 +236,10 @@ def _drawn(rows: int, shards: int) -> list[list[float]]:
     return np.asarray(split(logits)).tolist()
 
 
-def _drawn_under_masks(variant: SamplingVariant, shards: int) -> list[int]:
-    """Tokens of eight rows, every second one under a mask, from logits that are split over shards."""
+def _drawn_under_masks(variant: SamplingVariant, shards: int) -> list[list[int]]:
+    """Tokens of eight rows, every second one under a mask, from logits that are split over shards; and those that they
+    rank, if the variant does.
+    """
     rows, vocab_size = 8, 256
     rng = np.random.default_rng(5)
     logits = rng.normal(0, 2, (rows, vocab_size)).astype(np.float32)
@@ -254,7 +256,9 @@ def _drawn_under_masks(variant: SamplingVariant, shards: int) -> list[int]:
     def draw(logits: jax.Array, counts: jax.Array) -> jax.Array:
         full = init_full_state(rows, vocab_size)._replace(token_counts=counts)
         options: dict[str, Any] = {"variant": variant, "collectives": collectives}
-        return sample(logits, numbers, numbers, state, full, jnp.asarray(masks), **options).token_ids
+        drawn = sample(logits, numbers, numbers, state, full, jnp.asarray(masks), **options)
+        columns = [drawn.token_ids[:, None], *([] if drawn.ranked is None else [drawn.ranked])]
+        return jnp.concatenate(columns, axis=1)
 
     counts = np.zeros((rows + 1, vocab_size), np.int32)
     if shards == 1:

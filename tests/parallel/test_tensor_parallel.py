@@ -7,7 +7,7 @@ import pytest
 
 from jpaged.api.config import EngineArgs
 from jpaged.api.errors import InvalidParameterError
-from jpaged.engine.interface import SamplingVariant
+from jpaged.engine.interface import NUM_RANKED, SamplingVariant
 from jpaged.executor.mesh import pick_devices
 from jpaged.models import ModelConfig
 from jpaged.models.config import VOCAB_UNIT
@@ -76,7 +76,8 @@ def test_any_number_of_truncating_rows_is_dealt_out_to_shards(by_degree):
 def test_rows_under_masks_draw_the_tokens_of_one_device(by_degree):
     alone = by_degree["1"]["masked"]
     assert by_degree["4"]["masked"] == alone
-    assert {tokens[3] for tokens in alone.values()} == {192}
+    assert {rows[3][0] for rows in alone.values()} == {192}
+    assert sorted({len(row) for rows in alone.values() for row in rows}) == [1, 1 + NUM_RANKED]
 
 
 @one_process

@@ -1,9 +1,13 @@
 """The engine process's loop, in a thread, before a fake executor: what it does between requests."""
 
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +19,7 @@ from jpaged.engine.loop import EngineCore
 from jpaged.engine.pace import Pace
 from jpaged.engine.scheduler.scheduler import Scheduler
 from jpaged.processes import engine_process
+from jpaged.processes import pulse as pulses
 from jpaged.processes.client_requests import StepRequests
 from jpaged.processes.connection import Connection
 from jpaged.processes.engine_process import EngineProcess
@@ -37,6 +42,13 @@ from jpaged.processes.wire import (
 )
 from tests.engine.fake_executor import FakeExecutor
 from tests.engine.helpers import make_config
+
+
+def wait_until(happens: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not happens():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 class Clock:
@@ -102,13 +114,15 @@ def test_time_without_requests_is_no_part_of_the_hosts_turns():
     assert max(pace._tellings) < 1.0
 
 
-def test_an_engine_that_falls_asleep_or_wakes_up_does_not_count_as_hung_however_long_it_takes():
+def test_an_engine_that_falls_asleep_or_wakes_up_does_not_count_as_hung_however_long_it_takes(monkeypatch):
+    monkeypatch.setattr(pulses, "IDLE_BEAT_S", 0.001)
     core = EngineCore(Scheduler(make_config(), 0), FakeExecutor(make_config()))
-    pulse, silent = Pulse.create(), []
+    pulse, beats = Pulse.create(), []
 
     def take_long(*_) -> bool:
-        time.sleep(0.02)
-        silent.append(pulse.silence_s())
+        for _ in range(2):
+            beats.append(pulse.beat_at)
+            wait_until(lambda: pulse.beat_at > beats[-1])
         return True
 
     engine = SimpleNamespace(
@@ -130,8 +144,42 @@ def test_an_engine_that_falls_asleep_or_wakes_up_does_not_count_as_hung_however_
         assert isinstance(client.receive().value, Changed)
     client.send(Shutdown())
     thread.join(60)
-    assert silent == [0.0, 0.0]
-    assert 0.0 < pulse.silence_s() < 60.0  # it beats again
+    assert len(set(beats)) == 4  # a thread beats
+    assert 0.0 < pulse.silence_s() < 60.0  # the loop beats again
+
+
+def test_a_process_that_is_stopped_is_silent_whatever_it_was_doing(monkeypatch):
+    """In its start, too, and before it has begun."""
+    monkeypatch.setattr(pulses, "BEGIN_S", 0.0)
+    pulse = Pulse.create()
+    resting = subprocess.Popen(
+        [sys.executable, "-c", _RESTS, str(pulse.fd)], pass_fds=[pulse.fd], stdout=subprocess.PIPE
+    )
+    try:
+        assert pulse.beat_at == 0.0
+        assert pulse.silence_s() > 0.0
+        assert resting.stdout.read(1) == b"."
+        before = pulse.beat_at
+        wait_until(lambda: pulse.beat_at > before)
+        os.kill(resting.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, resting.pid, os.WSTOPPED)
+        last = pulse.beat_at
+        wait_until(lambda: pulse.silence_s() > 0.1)
+        assert pulse.beat_at == last
+    finally:
+        resting.kill()
+        resting.communicate()
+        pulse.close()
+
+
+_RESTS = """
+import sys, time
+from jpaged.processes import pulse
+pulse.IDLE_BEAT_S = 0.001
+pulse.Pulse(int(sys.argv[1])).rest()
+print(end=".", flush=True)
+time.sleep(60)
+"""
 
 
 def test_a_process_whose_weights_were_left_half_written_ends_and_says_so(tmp_path):

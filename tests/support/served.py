@@ -22,6 +22,12 @@ class Server:
     """`jpaged serve` with these options, without a key, on a free port of this machine.
 
     log: an open file for what it writes; None: this process's own stderr. environment: further variables.
+
+    Attributes:
+        url: of its root. process: the first of its processes. start_s: until it served.
+
+    Raises:
+        SystemExit: it ended before it served, or does not serve in ten minutes; with what it wrote last.
     """
 
     def __init__(
@@ -36,13 +42,17 @@ class Server:
         for name, value in (environment or {}).items():
             variables[name] = os.pathsep.join(filter(None, [value, variables.get(name)])) if "PATH" in name else value
         self.process = subprocess.Popen([*command, *options], env=variables, stdout=log, stderr=log)
-        end = time.monotonic() + _START_S
+        begun = time.monotonic()
         while True:
             with contextlib.suppress(httpx.TransportError):
                 if self.get("/health").status_code == 200:
+                    self.start_s = time.monotonic() - begun
                     return
-            if self.process.poll() is not None or time.monotonic() > end:
-                raise SystemExit(f"The server did not start.{_last_lines(log)}")
+            if (code := self.process.poll()) is not None:
+                raise SystemExit(f"The server ended with exit code {code} before it served.{_last_lines(log)}")
+            if time.monotonic() - begun > _START_S:
+                self.close()
+                raise SystemExit(f"The server did not start within {_START_S:g} s.{_last_lines(log)}")
             time.sleep(0.2)
 
     def get(self, path: str) -> httpx.Response:

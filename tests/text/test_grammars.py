@@ -18,6 +18,7 @@ from jpaged.api.structured_outputs import StructuredOutputsParams as Structured
 from jpaged.assets import demo_model_path
 from jpaged.text import grammar_compiler, grammars
 from jpaged.text.grammar_compiler import GrammarCompiler
+from jpaged.text.grammar_shards import take_all
 from jpaged.text.grammars import GrammarCheck, GrammarTokenizer
 from jpaged.text.guides import FollowedGrammar, Guide, Vocabulary
 from jpaged.text.tokenizer import Tokenizer
@@ -39,7 +40,7 @@ def given(tokenizer):
 
 @pytest.fixture(scope="module")
 def compiler(given):
-    compiler = GrammarCompiler(lambda: given, VOCAB_SIZE, num_threads=2)
+    compiler = GrammarCompiler(lambda: given, VOCAB_SIZE, num_shards=2)
     yield compiler
     compiler.close()
 
@@ -72,7 +73,7 @@ def allowed(mask: np.ndarray) -> list[int]:
 def advance(compiler, guides, tokens, masks):
     """Moves guides past tokens that were sampled under masks. Returns what is forced, or why they cannot go on."""
     n = len(guides)
-    places = compiler.advance(guides, tokens, [False] * n, [False] * n)
+    places = compiler.advance(guides, np.array(tokens)[:, None], [False] * n, [0] * n)
     fine = [i for i in range(n) if not places[i].failure]
     assert all(places[i].needs_mask for i in fine)
     for i, made in zip(fine, masks_of(compiler, *(guides[i] for i in fine)), strict=True):
@@ -209,8 +210,8 @@ def test_two_threads_may_empty_a_queue_at_the_same_time():
             return super().__len__() + 1
 
     queue = Raced([1, 2])
-    assert grammar_compiler.take_all(queue) == [1, 2]
-    assert grammar_compiler.take_all(queue) == []
+    assert take_all(queue) == [1, 2]
+    assert take_all(queue) == []
 
 
 def test_a_model_without_an_end_of_sequence_token_or_a_broken_tokenizer_is_refused(given):
@@ -228,7 +229,7 @@ def test_sequences_of_one_grammar_are_followed_in_lanes_and_get_the_masks_of_one
     tokens = [tokenizer.encode(text, add_special_tokens=False)[-1] for text in "acbd"]
     alone = [may for _, may in follow(compiler, params, tokens)]
     grammar = compiler.compile(params).result()
-    guides = [grammar.begin(False) for _ in range(300)]  # more than the shared memory has rows
+    guides = [grammar.begin(False) for _ in range(300)]
     for token, may in zip(tokens, alone, strict=True):
         masks = np.zeros((len(guides), compiler.num_words), np.uint32)
         assert advance(compiler, guides, [token] * len(guides), masks) == [()] * len(guides)
@@ -281,18 +282,18 @@ def test_a_guess_is_refused_where_its_token_is_not_in_the_mask_and_nowhere_else(
             others = np.setdiff1d(np.arange(VOCAB_SIZE), may)
             tried = {EOS, *rng.choice(others, 2).tolist()} if turn % 15 > 7 else set()
             for wrong in tried - set(may):
-                (place,) = compiler.advance([guide], [wrong], [True], [wrong == EOS])
+                (place,) = compiler.advance([guide], np.array([[wrong]]), [True], [int(wrong == EOS)])
                 assert place.is_refused
                 assert (masks_of(compiler, guide)[0] == mask).all()
                 num_refused += 1
             token = EOS if EOS in may and rng.random() < 0.3 else int(rng.choice(may))
-            (place,) = compiler.advance([guide], [token], [True], [token == EOS])
+            (place,) = compiler.advance([guide], np.array([[token]]), [True], [int(token == EOS)])
             assert (place.is_refused, place.failure) == (False, "")
             num_allowed += 1
             if token == EOS:
                 assert not place.needs_mask
                 break
-            (expected,) = compiler.advance([masked], [token], [False], [False])
+            (expected,) = compiler.advance([masked], np.array([[token]]), [False], [0])
             assert (place.forced, expected.needs_mask) == (expected.forced, True)
             num_unneeded += not place.needs_mask
             (mask,) = masks_of(compiler, masked)
@@ -306,10 +307,10 @@ def test_a_guide_guesses_where_most_tokens_are_allowed_and_while_its_guesses_hol
     guide = grammar.begin(False, True)
 
     def then(text, guessed):
-        (place,) = compiler.advance([guide], [token_of[text]], [guessed], [False])
+        (place,) = compiler.advance([guide], np.array([[token_of[text]]]), [guessed], [0])
         return "refused" if place.is_refused else "mask" if place.needs_mask else "guess"
 
-    compiler.advance([guide], [*tokenizer.encode("a", add_special_tokens=False)[-1:]], [False], [False])
+    compiler.advance([guide], np.array([tokenizer.encode("a", add_special_tokens=False)[-1:]]), [False], [0])
     assert then("b", True) == "guess"
     assert then("!", True) == "refused"
     masks_of(compiler, guide)
@@ -349,10 +350,10 @@ def test_the_third_guess_that_is_refused_at_a_place_always_needs_its_mask(given,
 
     def refuse_three_times():
         for _ in range(2):
-            assert not guide.take_guess(wrong)
+            assert guide.take_guess([wrong]) == -1
             assert needs_mask(guide, tried, wrong)
             assert not needs_mask(guide, tried, right)
-        assert not guide.take_guess(wrong)
+        assert guide.take_guess([wrong]) == -1
         assert needs_mask(guide, tried)
 
     refuse_three_times()
@@ -361,8 +362,8 @@ def test_the_third_guess_that_is_refused_at_a_place_always_needs_its_mask(given,
     assert not needs_mask(guide, tried, wrong, right)
     refuse_three_times()  # the mask has begun the count anew, and so does a guess that holds
     guide.heed_mask(VOCAB_SIZE * 9 // 10)
-    assert not guide.take_guess(wrong)
-    assert guide.take_guess(right)
+    assert guide.take_guess([wrong]) == -1
+    assert guide.take_guess([right]) == 0
     refuse_three_times()
 
 
@@ -373,13 +374,13 @@ def test_after_a_refused_guess_32_must_hold_in_a_row_before_places_that_allow_fe
     guide = guessing_guide(given, "[ab]*")
     for held_before in (0, 31):
         for _ in range(held_before):
-            assert guide.take_guess(right)
-        assert not guide.take_guess(wrong)
+            assert guide.take_guess([right]) == 0
+        assert guide.take_guess([wrong]) == -1
         assert needs_mask(guide, tried, wrong)
         for _ in range(31):
-            assert guide.take_guess(right)
+            assert guide.take_guess([right]) == 0
             assert needs_mask(guide, tried, wrong, wrong)
-    assert guide.take_guess(right)
+    assert guide.take_guess([right]) == 0
     assert not needs_mask(guide, tried)
     guide.heed_mask(3)  # a mask that allows few is not trusted whatever held before
     assert needs_mask(guide, tried, wrong)
@@ -390,9 +391,9 @@ def test_after_a_refused_guess_32_must_hold_in_a_row_before_places_that_allow_fe
 def test_an_equal_mask_is_the_array_of_before(compiler, tokenizer, expression):
     (a,) = tokenizer.encode("a", add_special_tokens=False)[-1:]
     guide = compiler.compile(Structured(regex=expression)).result().begin(False)
-    compiler.advance([guide], [a], [False], [False])
+    compiler.advance([guide], np.array([[a]]), [False], [0])
     (first,) = compiler.make_masks([guide], [None])
-    compiler.advance([guide], [a], [False], [False])
+    compiler.advance([guide], np.array([[a]]), [False], [0])
     assert compiler.make_masks([guide], [first])[0] is first
     assert compiler.make_masks([guide], [first + 1])[0] is not first
 
@@ -402,9 +403,9 @@ def test_where_the_process_has_died_a_guess_is_checked_in_another(given, tokeniz
     (a,), (z,) = (tokenizer.encode(text, add_special_tokens=False)[-1:] for text in ("a", "z"))
     compiler = GrammarCompiler(lambda: given, VOCAB_SIZE)
     guide = compiler.compile(Structured(regex="[ab]{3}")).result().begin(False, True)
-    compiler.advance([guide], [a], [True], [False])
+    compiler.advance([guide], np.array([[a]]), [True], [0])
     os.kill(compiler._process.pid, signal.SIGKILL)
-    (place,) = compiler.advance([guide], [a if is_allowed else z], [True], [False])
+    (place,) = compiler.advance([guide], np.array([[a if is_allowed else z]]), [True], [0])
     assert (place.is_refused, place.failure) == (not is_allowed, "")
     os.kill(compiler._process.pid, signal.SIGKILL)
     (mask,) = masks_of(compiler, guide)
@@ -452,13 +453,13 @@ def test_a_sequence_that_ends_each_process_fails_by_name(given, tokenizer, monke
     (a,) = tokenizer.encode("a", add_special_tokens=False)[-1:]
     compiler = GrammarCompiler(lambda: given, VOCAB_SIZE)
     guide, masks = compiler.compile(Structured(regex="[ab]+")).result().begin(False), np.zeros((1, 88), np.uint32)
-    resume_there = grammar_compiler._Process.resume
+    resume_there = GrammarCompiler._resume
 
     def resume_and_die(self, *arguments):
-        os.kill(self.pid, signal.SIGKILL)
+        os.kill(self._process.pid, signal.SIGKILL)
         return resume_there(self, *arguments)
 
-    monkeypatch.setattr(grammar_compiler._Process, "resume", resume_and_die)
+    monkeypatch.setattr(GrammarCompiler, "_resume", resume_and_die)
     os.kill(compiler._process.pid, signal.SIGKILL)
     assert advance(compiler, [guide], [a], masks) == ["the process that follows grammars has ended"]
     monkeypatch.undo()

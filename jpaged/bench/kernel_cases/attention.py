@@ -20,7 +20,8 @@ _LAYERS = 32  # least decode calls in a program: a step plans once, so a call be
 @dataclass(frozen=True)
 class Setting:
     """Shape of an attention case. max_len: tokens that a row of the table has room for; the longest sequence's if 0.
-    value_dim: of latents, whose values are the first so many columns of keys; None for keys and values apart."""
+    value_dim: of latents, whose values are the first so many columns of keys; None for keys and values apart.
+    kv_dtype: of the pool; None for that of the queries."""
 
     heads: int = 32
     kv_heads: int = 8
@@ -29,6 +30,11 @@ class Setting:
     dtype: Any = jnp.bfloat16
     max_len: int = 0
     value_dim: int | None = None
+    kv_dtype: Any = None
+
+    @property
+    def pool_dtype(self) -> Any:
+        return self.dtype if self.kv_dtype is None else self.kv_dtype
 
     @property
     def columns(self) -> int:
@@ -42,7 +48,7 @@ class Setting:
 
     def kv_bytes(self, lens: np.ndarray) -> float:
         """Of the keys and values of sequences of these lengths."""
-        return float(lens.sum()) * self.kv_heads * self.columns * jnp.dtype(self.dtype).itemsize
+        return float(lens.sum()) * self.kv_heads * self.columns * jnp.dtype(self.pool_dtype).itemsize
 
     def copies(self, lens: np.ndarray) -> int:
         """Of such sequences: as many as exceed an L2 cache, 64 at most."""
@@ -101,7 +107,7 @@ def attention_case(
     rng = np.random.default_rng(0)
     s = setting
     num_blocks, tables = _tables(rng, s.copies(lens), lens, s.block_size, s.max_len)
-    pool = normal(1, (num_blocks, *s.block), s.dtype)
+    pool = normal(1, (num_blocks, *s.block), s.dtype).astype(s.pool_dtype)
     kv_lens = jnp.asarray(lens, jnp.int32)
     if queries is None:
         q = normal(2, (len(lens), s.heads, s.head_dim), s.dtype)
@@ -188,6 +194,10 @@ def cases(backend: str | None) -> Iterator[Case]:
         yield decode(f"{rows:,} ShareGPT-like rows (16/8)", "GB/s", None, lens, Setting(16, max_len=17_000))
     yield decode("1 x 560 (16/8), table for 17,000", "us", None, same(1, 560), Setting(16, max_len=17_000))
     yield decode("64 x 4,096, block 64", "GB/s", 4300, same(64, 4096), Setting(block_size=64))
+    fp8 = Setting(kv_dtype=jnp.float8_e4m3fn)
+    yield decode("64 x 4,096, pool in FP8", "GB/s", 3900, same(64, 4096), fp8)
+    yield decode("256 x 1,024, pool in FP8", "GB/s", None, same(256, 1024), fp8)
+    yield decode("8 x 16,384, pool in FP8", "GB/s", None, same(8, 16384), fp8)
     yield decode("256 x 1,024", "GB/s", 4000, same(256, 1024))
     yield decode("8 x 16,384", "GB/s", 4150, same(8, 16384))
     yield decode("64 ragged in 2,048..4,096", "GB/s", 4200, ragged)
@@ -220,6 +230,7 @@ def cases(backend: str | None) -> Iterator[Case]:
         yield prefill(name, aim, same(batch, length), same(batch, length))
         yield Case(f"cuDNN {name}", "TFLOP/s", None, partial(_cudnn_case, batch, length, Setting()))
     yield prefill("chunk of 2,048 on a 14,336 prefix", 600, same(1, 16384), same(1, 2048))
+    yield prefill("prefill 1 x 16,384, pool in FP8", None, same(1, 16384), same(1, 16384), fp8)
     yield prefill("prefill 1 x 8,192 D 64", 450, same(1, 8192), same(1, 8192), Setting(head_dim=64))
     yield prefill("prefill 1 x 8,192 D 256 (16/4)", 620, same(1, 8192), same(1, 8192), Setting(16, 4, 256))
 

@@ -73,13 +73,15 @@ class Taken(NamedTuple):
 class Confirmed(NamedTuple):
     """Tokens that a kind has held back and that now count: of distinct slots, int64 [n], int32 [n].
 
-    codes: uint8 [n]; the `FinishCode` that came with each. before: as of `Taken`.
+    codes: uint8 [n]; the `FinishCode` that came with each. before: as of `Taken`. ended: slots whose sequences end with
+    their tokens though the device goes on.
     """
 
     slots: np.ndarray
     token_ids: np.ndarray
     codes: np.ndarray
     before: dict[int, list[int]]
+    ended: Sequence[int] = ()
 
 
 class DependentRows(ABC):

@@ -18,14 +18,16 @@ sampled (log-probabilities and penalties are by token), the mask has one bit. So
 how they came about.
 
 **Guesses.** A row without truncation, log-probabilities or penalties may run without its mask: it samples among all
-tokens. The token's noise depends on its seed and position alone, so if the token is allowed, it is the one that the
-mask would have led to. The grammar is asked only whether it is: that takes microseconds, where a mask takes up to
-milliseconds. Until it has said so the token is held back: nobody has seen it, and it may be dropped.
+tokens, and brings those as well that it would have sampled if the first, the second and so on had not been allowed
+(`StepResult.ranked`). A token's noise depends on its seed and position alone, so the first of them that is allowed is
+the one that the mask would have led to. The grammar is asked only which that is: that takes microseconds, where a mask
+takes up to milliseconds. Until it has said so the tokens are held back: nobody has seen them.
 
-    step i        {"name": "Ada ?      sampled among all tokens; held back
+    step i        {"name": "Ada ?,L..  sampled among all tokens; held back
     allowed                            it is stored and reported, and ends the sequence if it was to
-    refused                            the slot goes back by a token, with the mask for this place, or without one:
-    step i + n    {"name": "Ada L      the same position again; a second guess, which leaves out the first one's token
+    a later one                        likewise; it becomes the slot's last in place of the first
+    none                               the slot goes back by a token, with the mask for this place, or without one:
+    step i + n    {"name": "Ada L      the same position again; a second guess, which leaves out the first one's tokens
 
 A slot that lost its last token computes the token before it again, into the place where that stands already. Layers
 with recurrent states cannot go back, so models with them do not guess. `jpaged/text/guides.py` decides where a guess is
@@ -39,13 +41,13 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 import numpy as np
 
+from jpaged.engine.constraints.company import Company, are_enough, gain_by_chunks, most_together
+from jpaged.engine.constraints.constrained_sequence import ANY, AllowedGuess, ConstrainedSequence, HeldGuess, places_of
 from jpaged.engine.constraints.dependent_rows import Confirmed, DependentRows, Ended, Taken
-from jpaged.engine.constraints.mask_maker import Followed, Grammar, Grammars, Job, MaskMaker, MasksMade, Place
+from jpaged.engine.constraints.mask_maker import Grammar, Grammars, Job, Place, Result
 from jpaged.engine.interface import NO_TOKEN, FinishCode, SamplingVariant, StepResult
 from jpaged.engine.kv.block_manager import BlockManager
 from jpaged.engine.plan_in_progress import PlanInProgress
@@ -53,45 +55,9 @@ from jpaged.engine.sequences.group import SequenceGroup
 from jpaged.engine.sequences.request import Group, Request
 from jpaged.engine.sequences.slots import Slots
 
-LEAST_HALVED = 64
-"""So many rows run in one step, even where all constrained rows are ready at once."""
-
 _NO_SLOTS = np.zeros((0,), np.int64)
-_PATIENCE_S = 0.01
-"""The longest that ready rows wait for others whose masks are in the making."""
-_ENOUGH = 3
-"""A step is worth its while with one in so many of all constrained rows."""
-_WAIT_S = 0.0005
+_WAIT_S = 0.0002
 """The longest wait for a mask or a grammar before the engine looks for new requests."""
-
-
-_ANY = np.array([NO_TOKEN], np.int32)
-"""The mask of a row that guesses: all tokens. One that guesses again has all but those behind the first."""
-
-
-class _Held(NamedTuple):
-    """A token that was guessed, until it is known to be allowed. code: the `FinishCode` that came with it."""
-
-    token: int
-    code: int
-
-
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    """One constrained sequence.
-
-    forced: tokens that must come next. mask: what may come after them, as of `StepPlan.masks`.
-    skips: whether forced tokens may be appended without being sampled.
-    unreported: appended tokens that its caller has not been told of.
-    failure: why the grammar cannot be followed further.
-    """
-
-    guide: Any
-    forced: deque[int]
-    mask: np.ndarray
-    skips: bool
-    unreported: list[int] = field(default_factory=list)
-    failure: str = ""
 
 
 class ConstrainedRows(DependentRows):
@@ -107,24 +73,26 @@ class ConstrainedRows(DependentRows):
         super().__init__(number, slots, blocks)
         num_slots = len(slots.requests)
         self._grammars, self._guesses = grammars, guesses
-        self._maker = MaskMaker(grammars)
+        self._maker = grammars.follower()
         self._compiling: dict[str, Future[Grammar]] = {}
         self._compiled: dict[str, Grammar] = {}
-        self._sequences: dict[Request, _Sequence] = {}
-        self._by_slot: list[_Sequence | None] = [None] * num_slots
+        self._sequences: dict[Request, ConstrainedSequence] = {}
+        self._by_slot: list[ConstrainedSequence | None] = [None] * num_slots
         self._masks: list[np.ndarray | None] = [None] * num_slots  # what each slot's next token must keep to
         self._sent: list[np.ndarray | None] = [None] * num_slots  # what the device has
         self._is_open = [False] * num_slots  # under that mask a row guesses: its token need not be allowed
         self._is_catching_up = np.zeros((num_slots,), np.bool_)  # forced tokens are being computed
         self._in_making: set[int] = set()  # slots whose last token the maker has, or whose mask it makes
-        self._held: dict[int, _Held] = {}  # guesses that it checks, by slot
-        self._confirmed: dict[int, _Held] = {}  # those that are allowed, but not stored yet
+        self._held: dict[int, HeldGuess] = {}  # guesses that it checks, by slot
+        self._confirmed: dict[int, AllowedGuess] = {}  # those that are allowed, but not stored yet
         self._refused: set[int] = set()  # slots that are to go back by a token on the device, too
+        self._replaced: dict[int, int] = {}  # last tokens of slots that the device has others for
         self._come: list[int] = []  # slots whose masks have come, but which are not ready yet
         self._planned = np.zeros((0,), np.int64)
         self._has_failed = False
+        self._has_taken = False  # something has come from the maker since `collect`
         self._keeps_back = False  # rows that are ready wait for others
-        self._waits_since: float | None = None  # when the first of them became ready
+        self._company = Company()
 
     def group_of(self, request: Request) -> SequenceGroup | None:
         """The group of a request with structured_outputs, which begin to be compiled."""
@@ -133,8 +101,8 @@ class ConstrainedRows(DependentRows):
             return None
         future = self._grammars.compile(constraint)
         self._compiling[request.request_id] = future
-        news = self._maker.news  # what has compiled keeps the future, which must not keep this object
-        future.add_done_callback(lambda _: news.set())
+        wake = self._maker.wake  # what has compiled keeps the future, which must not keep this object
+        future.add_done_callback(lambda _: wake())
         return SequenceGroup.form(request)
 
     def may_queue(self, request: Request) -> bool:
@@ -160,11 +128,13 @@ class ConstrainedRows(DependentRows):
             sequence = self._sequences.get(member)
             if sequence is None:
                 grammar, sampling = self._compiled[member.request_id], member.sampling
-                sequence = _Sequence(
+                sequence = ConstrainedSequence(
                     grammar.begin(sampling.ignore_eos, self._may_guess(member)),
                     deque(grammar.forced),
                     grammar.mask,
                     skips=member.variant < SamplingVariant.FULL,
+                    stops=frozenset(member.stop_token_ids),
+                    max_len=member.max_len,
                 )
                 self._sequences[member] = sequence
                 self._follow(sequence, member.output_token_ids)
@@ -177,7 +147,7 @@ class ConstrainedRows(DependentRows):
         """Whether a token that is sampled among all, if it is allowed, is the one that its mask would have led to."""
         return self._guesses and request.variant <= SamplingVariant.SAMPLING
 
-    def _follow(self, sequence: _Sequence, token_ids: Sequence[int]) -> None:
+    def _follow(self, sequence: ConstrainedSequence, token_ids: Sequence[int]) -> None:
         """Moves a new sequence past tokens that it has generated in another engine."""
         tokens = deque(token_ids)
         while sequence.forced and tokens:
@@ -188,17 +158,17 @@ class ConstrainedRows(DependentRows):
             sequence.forced.extend(place.forced)
             self._fail(sequence, place.failure)
             if not place.failure:
-                made = self._grammars.make_masks([sequence.guide], [None]) if place.needs_mask else [_ANY]
+                made = self._grammars.make_masks([sequence.guide], [None]) if place.needs_mask else [ANY]
                 self._set_made(sequence, made[0])
 
-    def _set_made(self, sequence: _Sequence, made: np.ndarray | str) -> None:
+    def _set_made(self, sequence: ConstrainedSequence, made: np.ndarray | str) -> None:
         """Takes a mask, or why there is none."""
         if isinstance(made, str):
             self._fail(sequence, made)
         else:
             sequence.mask = made
 
-    def _fail(self, sequence: _Sequence, failure: str) -> None:
+    def _fail(self, sequence: ConstrainedSequence, failure: str) -> None:
         sequence.failure, self._has_failed = failure, self._has_failed or bool(failure)
 
     def begins(self, group: Group, slots: Sequence[int]) -> None:
@@ -212,7 +182,7 @@ class ConstrainedRows(DependentRows):
         """
         slot, sequence = request.slot, self._by_slot[request.slot]
         while slot in self._in_making:
-            self._take_made(self._maker.take())
+            self._take_all(waits=True)
         held = self._confirmed.pop(slot, None)
         if held is not None and sequence is not None:
             sequence.forced.appendleft(held.token)
@@ -226,6 +196,7 @@ class ConstrainedRows(DependentRows):
         if slot in self._come:
             self._come.remove(slot)
         self._refused.discard(slot)
+        self._replaced.pop(slot, None)
         self._by_slot[slot] = None
         self._is_catching_up[slot] = False
         self._masks[slot] = self._sent[slot] = None
@@ -244,9 +215,8 @@ class ConstrainedRows(DependentRows):
 
     def collect(self) -> Confirmed | None:
         """Takes in what has come from the maker. Returns the guesses that are allowed."""
-        self._maker.news.clear()
-        while self._maker.has_result:
-            self._take_made(self._maker.take())
+        self._has_taken = False
+        self._take_all()
         if not self._confirmed:
             return None
         confirmed, self._confirmed = self._confirmed, {}
@@ -255,30 +225,33 @@ class ConstrainedRows(DependentRows):
             sequence = self._by_slot[slot]
             if sequence is not None and sequence.unreported:
                 before[slot], sequence.unreported = sequence.unreported, []
-        tokens, codes = zip(*confirmed.values(), strict=True)
+        tokens, codes, ends_here = zip(*confirmed.values(), strict=True)
+        ended = [slot for slot, ends in zip(confirmed, ends_here, strict=True) if ends] if any(ends_here) else []
         return Confirmed(
-            np.array(list(confirmed), np.int64), np.array(tokens, np.int32), np.array(codes, np.uint8), before
+            np.array(list(confirmed), np.int64), np.array(tokens, np.int32), np.array(codes, np.uint8), before, ended
         )
 
     def settle(self) -> None:
         """Waits until no guess is to be checked."""
         while self._held:
-            self._take_made(self._maker.take())
+            self._take_all(waits=True)
 
     def prepare(self, num_queued: int | None) -> list[Request]:
         """Rows whose masks have come, or who guess, are ready. Returns the sequences whose forced tokens are to be
         computed.
         """
-        self._keeps_back = self._gains_company(num_queued)
+        self._keeps_back = self._company.gains(num_queued, self._num_here, self._num_all, self._are_enough())
         if self._keeps_back:
             return []
         come, self._come = self._come, []
         catching_up, ready = [], []
+        sequences = [sequence for slot in come if (sequence := self._by_slot[slot]) is not None]
+        appends = gain_by_chunks(sum(len(sequence.forced) for sequence in sequences), len(sequences))
         for slot in come:
             sequence, request = self._by_slot[slot], self._slots.requests[slot]
             if sequence is None or request is None or sequence.failure:
                 continue
-            if self._append_forced(slot, sequence, request):
+            if appends and sequence.forced and self._append_forced(slot, sequence, request):
                 catching_up.append(request)
             else:
                 ready.append(slot)
@@ -287,61 +260,52 @@ class ConstrainedRows(DependentRows):
             self.made_ready(np.array(ready, np.int64))
         return catching_up
 
-    def _gains_company(self, num_queued: int | None) -> bool:
-        """Whether rows that could run now will have run as soon, and with more others, if they are planned later.
+    @property
+    def _num_here(self) -> int:
+        """Rows that could run now."""
+        return len(self._come) + int(np.count_nonzero(self._is_ready))
 
-        A step takes the host and the device hardly longer with more rows, so few large steps are best; two, so that one
-        runs while the masks of the other's rows are made. Rows wait for slow masks of others at most `_PATIENCE_S`.
-        """
-        num_here = len(self._come) + int(np.count_nonzero(self._is_ready))
-        if num_queued is None or not num_here:
-            self._waits_since = None
-            return False
-        if num_queued > 1:
-            return True
-        if not self._in_making or _ENOUGH * num_here >= int(np.count_nonzero(self._slots.kind == self.number)):
-            return False
-        now = time.perf_counter()
-        if self._waits_since is None:
-            self._waits_since = now
-        return now - self._waits_since < _PATIENCE_S
+    @property
+    def _num_all(self) -> int:
+        return int(np.count_nonzero(self._slots.kind == self.number))
+
+    def _are_enough(self) -> bool:
+        """Whether a step of the rows that could run now is worth its while, or no others are to come."""
+        return not self._in_making or are_enough(self._num_here, self._num_all)
 
     def rows(self) -> np.ndarray:
         """The slots whose masks are there; of more than half of all constrained rows, a half."""
         if self._keeps_back:
             return _NO_SLOTS
         ready = np.flatnonzero(self._is_ready)
-        if len(ready) > LEAST_HALVED:
-            half = -(-int(np.count_nonzero(self._slots.kind == self.number)) // 2)
-            ready = ready[: max(half, LEAST_HALVED)]
-        return ready
+        return ready[: most_together(self._num_all)]
 
     def planned(self, step_id: int, rows: np.ndarray) -> None:
         super().planned(step_id, rows)
-        self._planned, self._waits_since = rows, None
+        self._planned = rows
+        self._company.left()
 
     def contribute(self, plan: PlanInProgress) -> None:
         """Adds the masks that the device does not have yet, of the rows that sample in this plan."""
         rows, self._planned = self._planned, self._planned[:0]
-        chunks = [c.slot for c in plan.chunks if c.samples and self._by_slot[c.slot] is not None]
-        changed: list[int] = []
+        replaced, masks, sent = self._replaced, self._masks, self._sent
+        chunks = [
+            c.slot for c in plan.chunks if self._by_slot[c.slot] is not None and (c.samples or c.slot in replaced)
+        ]
         for slot in (*rows.tolist(), *chunks):
-            mask = self._masks[slot]
-            if mask is None or mask is self._sent[slot]:
+            mask = masks[slot]
+            if mask is None or (mask is sent[slot] and slot not in replaced):
                 continue
-            self._sent[slot] = mask
+            sent[slot] = mask
             self._is_open[slot] = mask.dtype == np.int32 and bool(mask[0] == NO_TOKEN)
-            changed.append(slot)
+            plan.mask_slots.append(slot)
             plan.masks.append(mask)
-            plan.mask_tokens.append(self._token_to_go_back_to(slot))
-        plan.mask_slots += changed
-
-    def _token_to_go_back_to(self, slot: int) -> int:
-        """The token that is its last again, of a slot whose guess was refused; NO_TOKEN for others."""
-        if slot not in self._refused:
-            return NO_TOKEN
-        self._refused.remove(slot)
-        return int(self._slots.known(slot)[-1])
+            goes_back = slot in self._refused
+            if goes_back:
+                self._refused.remove(slot)
+            token = int(self._slots.known(slot)[-1]) if goes_back else replaced.pop(slot, NO_TOKEN)
+            plan.mask_tokens.append(token)
+            plan.mask_backs.append(goes_back)
 
     def variant(self, others: SamplingVariant) -> SamplingVariant:
         """A program that applies masks."""
@@ -350,34 +314,42 @@ class ConstrainedRows(DependentRows):
     def take(self, step_id: int, slots: np.ndarray, rows: np.ndarray, result: StepResult) -> Taken:
         """Hands the tokens of sequences that go on to the maker, and those that were guessed, which are held back."""
         before: dict[int, list[int]] = {}
-        job = Job([], [], [], [], [], [])
+        job = Job([], [], result.token_ids, [], [], [])
+        asked: list[int] = []
         is_told = np.ones((len(rows),), np.bool_)
-        codes, tokens = result.finish_codes[rows].tolist(), result.token_ids[rows, 0].tolist()
-        for i, (slot, code, token) in enumerate(zip(slots[rows].tolist(), codes, tokens, strict=True)):
+        own = slots[rows]
+        tokens = (result.token_ids if result.ranked is None else result.ranked)[rows]
+        listed, lengths = tokens.tolist(), self._slots.num_known[own].tolist()
+        for i, (slot, code) in enumerate(zip(own.tolist(), result.finish_codes[rows].tolist(), strict=True)):
             sequence = self._by_slot[slot]
             assert sequence is not None
-            is_guess, goes_on = self._is_open[slot], code == FinishCode.RUNNING
-            if is_guess:
+            if self._is_open[slot]:
                 is_told[i] = False
-                self._held[slot] = _Held(token, code)
+                is_full = lengths[i] + 1 >= sequence.max_len
+                self._held[slot] = HeldGuess(listed[i], code, is_full)
+                job.last.append(-1 if is_full else places_of(sequence.stops, listed[i]))
+                job.guessed.append(True)
+                job.before.append(None)
             else:
                 if sequence.unreported:
                     before[slot], sequence.unreported = sequence.unreported, []
-                if not goes_on:
+                if code != FinishCode.RUNNING:
                     continue
                 if sequence.forced:
                     sequence.forced.popleft()
                     self._come.append(slot)
                     continue
+                job.last.append(0)
+                job.guessed.append(False)
+                job.before.append(sequence.mask)
             job.slots.append(slot)
             job.guides.append(sequence.guide)
-            job.token_ids.append(token)
-            job.guessed.append(is_guess)
-            job.last.append(not goes_on)
-            job.before.append(None if is_guess else sequence.mask)
-        if job.slots:
+            asked.append(i)
+        if asked:
+            if result.ranked is not None:  # rows that truncate rank nothing
+                tokens[:, 0] = result.token_ids[rows, 0]
             self._in_making.update(job.slots)
-            self._maker.put(job)
+            self._maker.put(job._replace(tokens=tokens[asked]))
         return Taken(rows[is_told], [], before, num_held=len(rows) - int(np.count_nonzero(is_told)))
 
     def failed(self) -> list[tuple[Ended, list[int]]]:
@@ -396,7 +368,8 @@ class ConstrainedRows(DependentRows):
     @property
     def has_news(self) -> bool:
         """Whether `collect`, `prepare` or `may_queue` would find something."""
-        return self._maker.news.is_set() or bool(self._confirmed) or (bool(self._come) and not self._keeps_back)
+        is_held = bool(self._confirmed) or (bool(self._come) and not self._keeps_back)
+        return self._has_taken or is_held or self._maker.has_news
 
     @property
     def awaits(self) -> bool:
@@ -404,30 +377,41 @@ class ConstrainedRows(DependentRows):
         return bool(self._in_making)
 
     def wait(self) -> bool:
-        """Waits a moment for masks and grammars in the making."""
+        """Waits a moment for masks and grammars in the making: to plan takes longer than what most of them do."""
         if (self._come and not self._keeps_back) or self._has_failed or self._confirmed:
             return True
         if not self._in_making and not self._compiling:
             return False
-        self._maker.news.wait(_WAIT_S)
+        ends = time.perf_counter() + _WAIT_S
+        while (left := ends - time.perf_counter()) > 0:
+            self._maker.wait(left)
+            if self._maker.has_news:
+                self._take_all()
+                self._has_taken = True
+            if self._are_enough():
+                break
         return True
 
     def close(self) -> None:
-        """Ends the thread that makes masks, and what it asks for them."""
+        """Ends what follows the grammars."""
         self._maker.close()
         self._grammars.close()
 
-    def _take_made(self, made: Followed | MasksMade) -> None:
-        if isinstance(made, Followed):
+    def _take_all(self, waits: bool = False) -> None:
+        for result in self._maker.take_all(waits):
+            self._take_made(result)
+
+    def _take_made(self, made: Result) -> None:
+        if made.places is not None:
             for slot, place in zip(made.slots, made.places, strict=True):
                 self._take_place(slot, place)
-            return
-        for slot, mask in zip(made.slots, made.masks, strict=True):
-            self._in_making.discard(slot)
-            sequence = self._by_slot[slot]
-            if sequence is not None:
-                self._set_made(sequence, mask)
-                self._come.append(slot)
+        if made.masks is not None:
+            for slot, mask in zip(made.slots, made.masks, strict=True):
+                self._in_making.discard(slot)
+                sequence = self._by_slot[slot]
+                if sequence is not None:
+                    self._set_made(sequence, mask)
+                    self._come.append(slot)
 
     def _take_place(self, slot: int, place: Place) -> None:
         """Takes in where a slot's guide stands. Its mask may be in the making yet."""
@@ -439,24 +423,41 @@ class ConstrainedRows(DependentRows):
             self._in_making.discard(slot)
             self._fail(sequence, place.failure)
             return
-        if place.is_refused:
+        if held is None:
+            sequence.forced.extend(place.forced)
+        elif place.is_refused:
             self._slots.take_back(slot)
             self._refused.add(slot)
         else:
-            sequence.forced.extend(place.forced)
-            if held is not None:
-                self._confirmed[slot] = held
+            if place.forced:
+                sequence.forced.extend(place.forced)
+            self._confirmed[slot] = self._confirm(slot, sequence, held, place.num_refused)
         if not place.needs_mask:
-            refused = held if place.is_refused else None
-            sequence.mask = _ANY if refused is None else np.append(sequence.mask, np.int32(refused.token))
+            if held is None or not place.is_refused:
+                sequence.mask = ANY
+            else:
+                refused = [token for token in held.tokens if token != NO_TOKEN]
+                sequence.mask = np.append(sequence.mask, np.array(refused, np.int32))
             self._in_making.discard(slot)
             self._come.append(slot)
 
-    def _append_forced(self, slot: int, sequence: _Sequence, request: Request) -> bool:
+    def _confirm(self, slot: int, sequence: ConstrainedSequence, held: HeldGuess, num_refused: int) -> AllowedGuess:
+        """The token that counts. What the device knows of the slot's end is of the first one."""
+        token = held.tokens[num_refused]
+        if not num_refused:
+            return AllowedGuess(token, held.code, False)
+        if token in sequence.stops:
+            return AllowedGuess(token, FinishCode.STOP, held.code == FinishCode.RUNNING)
+        if held.is_full:
+            return AllowedGuess(token, FinishCode.LENGTH, False)
+        self._replaced[slot] = token
+        return AllowedGuess(token, FinishCode.RUNNING, False)
+
+    def _append_forced(self, slot: int, sequence: ConstrainedSequence, request: Request) -> bool:
         """Appends what is forced and fits the slot's last block. The sequence's last token is always sampled, so that
         the device ends it.
         """
-        if not sequence.forced or not sequence.skips or not self._blocks.owns_last_block(slot):
+        if not sequence.skips or not self._blocks.owns_last_block(slot):
             return False
         slots = self._slots
         known = int(slots.num_known[slot])
@@ -473,7 +474,7 @@ class ConstrainedRows(DependentRows):
         self._is_catching_up[slot] = True
         return True
 
-    def _set_mask(self, slot: int, sequence: _Sequence) -> None:
+    def _set_mask(self, slot: int, sequence: ConstrainedSequence) -> None:
         mask = sequence.mask
         if sequence.forced:
             mask = np.array([sequence.forced[0]], np.int32)

@@ -136,6 +136,7 @@ class Planner(SchedulerPart):
             mask_slots=np.array(plan.mask_slots, np.int32) if plan.mask_slots else _NO_SLOTS,
             masks=tuple(plan.masks),
             mask_tokens=np.array(plan.mask_tokens, np.int32) if plan.mask_tokens else _NO_SLOTS,
+            mask_backs=np.array(plan.mask_backs, np.bool_),
             copies=copies,
             table_updates=table_updates,
             decode_slots=rows.astype(np.int32),

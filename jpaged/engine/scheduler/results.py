@@ -68,7 +68,9 @@ class Results(SchedulerPart):
 
     def take_confirmed(self, confirmed: Confirmed) -> list[RequestUpdate]:
         """Takes in tokens that a kind of rows has held back; returns updates as `take` does."""
-        slots, token_ids, codes, before = confirmed
+        slots, token_ids, codes, before, ended = confirmed
+        for slot in ended:
+            self._tenants.end_on_device(slot)
         self._counters.num_kept_guesses += len(slots)
         self._counters.generated_tokens += len(slots) + sum(map(len, before.values()))
         result = StepResult(token_ids[:, np.newaxis], codes)

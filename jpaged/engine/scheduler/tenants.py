@@ -36,6 +36,10 @@ class Tenants(SchedulerPart):
             self._pending_ends = []
         return ends
 
+    def end_on_device(self, slot: int) -> None:
+        """A slot's sequence has ended, which the device is to be told."""
+        self._pending_ends.append(slot)
+
     def register(self, request: Request, num_tokens: int) -> None:
         """Names the full blocks among the first `num_tokens` tokens of a running request, known and computed."""
         cache, slot = self._cache, request.slot

@@ -107,6 +107,10 @@ class Slots:
         """Puts blocks that these slots do not hold behind those that they do, for `wanted`: int [n] each."""
         self._tables[0][slots, indices] = block_ids
 
+    def forget_former_tenants(self) -> None:
+        """The blocks of former tenants are no longer where they were, as after the executor gave back its memory."""
+        self.block_tables[:, self._free] = NULL_BLOCK
+
     def free_candidates(self, others: Collection[int]) -> np.ndarray:
         """Some free slots, of which there are any: those that were freed first, and those that were freed last, in this
         order. Slots among `others` only if there are no more.

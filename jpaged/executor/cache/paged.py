@@ -30,6 +30,7 @@ from jpaged.models.linear import times
 from jpaged.models.sharding import MODEL_AXIS
 from jpaged.pallas_kernels import (
     Expansion,
+    Sums,
     copy_blocks,
     decode_attention,
     expanded_attention,
@@ -271,7 +272,7 @@ class PagedAttention:
 
     def __call__(
         self,
-        qkv: Float[Array, "tokens kv_heads slots head_dim"],
+        qkv: Float[Array, "tokens kv_heads slots head_dim"] | Sums,
         *,
         rotation: tuple[Array, Array] | None,
         norms: tuple[Array, Array] | None,
@@ -282,6 +283,7 @@ class PagedAttention:
         self._check_window(sliding_window)
         backend = self.backend
         if features.get("value_dim") is not None:
+            assert not isinstance(qkv, Sums)
             q, latents = split_latents(qkv, rotation=rotation, norms=norms)
             self.pool = write_kv(self.pool, latents, None, self.mapping, backend=backend)
             if (expansion := features.pop("expansion", None)) is not None:
@@ -310,6 +312,9 @@ class PagedAttention:
         if self.mixed is None:
             return decode_attention(q, *paged, sliding_window=window, backend=backend, **features)
         return mixed_attention(q, *paged, *self.mixed, sliding_window=window, backend=backend, **features)
+
+    takes_sums: ClassVar[bool] = True
+    """The kernel that rotates and writes multiplies the scales of an FP8 product, too."""
 
     @property
     def takes_expansion(self) -> bool:

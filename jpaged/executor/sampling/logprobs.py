@@ -66,9 +66,7 @@ def logprobs_of(
     """
     logits = without_nan(logits)
     target = logits_at(logits, jnp.maximum(targets, 0), collectives)
-    top_ids, top = _top_k(logits, min(max(k, 1), logits.shape[1]))
-    if collectives.size > 1:
-        top_ids, top = _merge_top_k(top_ids + collectives.first(logits.shape[1]), top, k, collectives)
+    top_ids, top = top_k(logits, k, collectives)
     if log_sums is None:
         largest = finite(top[:, :1])
         sums = collectives.all_reduce(jnp.sum(jnp.exp(logits - largest), axis=1, keepdims=True))
@@ -113,6 +111,16 @@ def logits_at(logits: jax.Array, token_ids: jax.Array, collectives: Collectives)
     columns = collectives.columns(token_ids, width)[:, None]
     own = jnp.take_along_axis(logits, jnp.minimum(columns, width - 1), axis=1)
     return collectives.all_max(jnp.where(columns < width, own, -_INF))
+
+
+def top_k(values: jax.Array, k: int, collectives: Collectives) -> tuple[jax.Array, jax.Array]:
+    """The k largest of each row over all shards, best first, lower ids first on ties: int32 [R, k], float32 [R, k]. All
+    of a row, if it has fewer.
+    """
+    ids, best = _top_k(values, min(max(k, 1), values.shape[1]))
+    if collectives.size > 1:
+        return _merge_top_k(ids + collectives.first(values.shape[1]), best, k, collectives)
+    return ids, best
 
 
 def _merge_top_k(ids: jax.Array, values: jax.Array, k: int, collectives: Collectives) -> tuple[jax.Array, jax.Array]:

@@ -32,8 +32,8 @@ from jax import lax
 
 from jpaged.api.config import LogprobsMode
 from jpaged.api.sampling_params import GREEDY_TEMPERATURE, MAX_BAD_WORDS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
-from jpaged.engine.interface import NO_TOKEN, FinishCode, SamplingVariant
-from jpaged.executor.sampling.logprobs import TokenLogprobs, log_sums_of, logits_at, logprobs_of
+from jpaged.engine.interface import NO_TOKEN, NUM_RANKED, FinishCode, SamplingVariant
+from jpaged.executor.sampling.logprobs import TokenLogprobs, log_sums_of, logits_at, logprobs_of, top_k
 from jpaged.executor.sampling.state import FullSamplingState, SamplingState
 from jpaged.models.collectives import ALONE, Collectives
 from jpaged.models.row_tiles import in_row_tiles
@@ -48,11 +48,15 @@ _INF = np.float32(np.inf)
 class SampleOutput(NamedTuple):
     """token_ids: int32 [R], each in 0..V-1 whatever the logits. logprobs: None unless the variant is FULL or BEAM.
     is_finite: bool [R]; where False, no logit of the row is finite, or one is plus infinity: its token means nothing.
+    ranked: int32 [R, NUM_RANKED], of MASKED; `token_ids`, and what would have been drawn in its place if it, and those
+        before, had not been allowed. NO_TOKEN throughout for rows that truncate: leaving tokens out changes what others
+        they keep.
     """
 
     token_ids: jax.Array
     is_finite: jax.Array
     logprobs: TokenLogprobs | None
+    ranked: jax.Array | None = None
 
 
 def sample(
@@ -109,6 +113,9 @@ def sample(
             raise ValueError("SamplingVariant.MASKED needs masks.")
         processed = _allowed_only(logits, _masks_of(slots, state, masks), collectives)
     truncates = variant >= SamplingVariant.TRUNCATED
+    if variant == SamplingVariant.MASKED:
+        drawn = partial(_draw_and_rank, state=state, collectives=collectives, backend=backend)
+        return SampleOutput(*by_row(drawn, processed, slots, positions))
     draw = partial(_draw, state=state, collectives=collectives, truncates=truncates, backend=backend)
     token_ids, is_finite = by_row(draw, processed, slots, positions)
     if variant == SamplingVariant.FULL:
@@ -261,6 +268,32 @@ def _draw(
     own = jnp.where(_is_finite_at(logits, own), own, ~own)  # a token that means nothing goes as a negative number
     token_ids = collectives.all_gather(own).reshape(-1)[:rows]
     return jnp.where(token_ids < 0, ~token_ids, token_ids), token_ids >= 0
+
+
+def _draw_and_rank(
+    logits: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    state: SamplingState,
+    collectives: Collectives,
+    *,
+    backend: str | None,
+) -> tuple[jax.Array, jax.Array, None, jax.Array]:
+    """As `_draw`, for rows of which some truncate; and `SampleOutput.ranked`. The tokens of the other rows are the
+    first ones of those, whatever a kernel that draws too rounds otherwise.
+    """
+    token_ids, is_finite = _draw(logits, slots, positions, state, collectives, truncates=True, backend=backend)
+    temperature = state.temperature[slots]
+    temperature = jnp.where(temperature < GREEDY_TEMPERATURE, 0.0, temperature)
+    operands = Operands(logits, temperature, None, None, None, state.seed[slots], positions)
+    scores = sample_reference.scores_of(operands, None if collectives.size == 1 else collectives)
+    ranked, best = top_k(scores, NUM_RANKED, collectives)
+    ranked = jnp.where(best == -_INF, NO_TOKEN, ranked)
+    ranked = jnp.pad(ranked, ((0, 0), (0, NUM_RANKED - ranked.shape[1])), constant_values=NO_TOKEN)
+    keeps_all = (state.top_k[slots] <= 0) & (state.top_p[slots] >= 1) & (state.min_p[slots] <= 0)
+    keeps_all |= temperature <= 0
+    token_ids = jnp.where(keeps_all & (ranked[:, 0] != NO_TOKEN), ranked[:, 0], token_ids)
+    return token_ids, is_finite, None, jnp.where(keeps_all[:, None], ranked, NO_TOKEN)
 
 
 def drawn_from(

@@ -90,7 +90,8 @@ def start(args: EngineArgs, directory: Path, weights: Any = None) -> Startup:
         )
     reserve_device_memory(args.gpu_memory_utilization, at_once=args.kv_cache_layout == "paged")
     enable_persistent_cache()
-    mesh = DeviceMesh(pick_devices(args.tensor_parallel_size))
+    with _timed(seconds, "open devices"):
+        mesh = DeviceMesh(pick_devices(args.tensor_parallel_size))
     _check_backend(args.kernel_backend)
     with without_collections(), mesh.as_default(), KeptInterrupt() as interrupt:
         startup = _start_on(mesh, args, directory, weights, seconds, progress, interrupt)

@@ -24,7 +24,7 @@ from jpaged.executor.sampling import state as sampling_state
 from jpaged.executor.step.bodies import table_updates
 from jpaged.executor.step.packing import Field, PackedLayout
 from jpaged.executor.step.program import Setup, SingleProgram, StepProgram
-from jpaged.executor.step.state import SlotState, append_blocks, end_slots, go_back, start_slots
+from jpaged.executor.step.state import SlotState, append_blocks, end_slots, replace_last, start_slots
 
 STARTS_PER_UPDATE = 32
 TABLE_UPDATES_PER_UPDATE = 1024
@@ -151,8 +151,9 @@ class SetMasks(StepProgram):
     `whole` of them; of the others tokens are listed that may be sampled, or, where NO_TOKEN stands first, all but those
     behind it.
 
-    A slot with a token in `tokens` goes back by one: that token is its last again, and is computed once more, into the
-    same place. The slot is active, since only the token that it has lost can have ended it.
+    A token in `tokens` becomes its slot's last in place of the one that was sampled. Where `backs` says so it is the
+    one before, and is computed once more, into the same place. The slot is active, since only the token that it has
+    lost can have ended it.
     """
 
     rows: int
@@ -173,6 +174,7 @@ class SetMasks(StepProgram):
             num_whole=Field((), 0),
             slots=Field((self.rows,), setup.config.null_slot),
             tokens=Field((self.rows,), NO_TOKEN),
+            backs=Field((self.rows,), 0),
             listed=Field((self.rows, FEW_TOKENS), NO_TOKEN),
             masks=Field((self.whole, words), 0),
         )
@@ -190,7 +192,7 @@ class SetMasks(StepProgram):
         whole = lax.bitcast_convert_type(host["masks"], jnp.uint32)
         is_whole = jnp.arange(self.whole)[:, None] < host["num_whole"]
         rows = rows.at[: self.whole].set(jnp.where(is_whole, whole, rows[: self.whole]))
-        state = go_back(state, slots, host["tokens"])
+        state = replace_last(state, slots, host["tokens"], host["backs"])
         return {"masks": sampling_state.set_masks(masks, slots, rows), "state": state}, None
 
 

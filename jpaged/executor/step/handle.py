@@ -59,9 +59,12 @@ class DispatchedStep:
         """Each row brings one token at most: the arrays by row and token have a second axis of size 1."""
         tokens = np.full((self._num_rows,), NO_TOKEN, np.int32)
         codes = np.full((self._num_rows,), FinishCode.RUNNING, np.int32)
-        logprobs = None
+        logprobs = ranked = None
         if self._sampled is not None:
-            tokens, codes = self._read(self._sampled.tokens_and_codes)[:, : self._num_rows]
+            read = self._read(self._sampled.tokens_and_codes)[:, : self._num_rows]
+            tokens, codes = read[:2]
+            if len(read) > 2:
+                ranked = np.concatenate([read[:1], read[2:]]).T
             if self._sampled.logprobs is not None:
                 logprobs = _host_logprobs(self._sampled.logprobs, np.s_[: self._num_rows, None])
         prompt_logprobs = {}
@@ -76,6 +79,7 @@ class DispatchedStep:
             self._host_scores(),
             self._read_shared_prefix,
             self._host_pooled(),
+            ranked,
         )
         if self._brings_arrays and self.when_run is not None:
             self.when_run()

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jpaged.api.sampling_params import MAX_LOGPROBS
-from jpaged.engine.interface import NO_TOKEN, FinishCode, SamplingVariant
+from jpaged.engine.interface import NO_TOKEN, NUM_RANKED, FinishCode, SamplingVariant
 from jpaged.executor.buckets import bucket_for
 from jpaged.executor.sampling import sampler
 from jpaged.executor.sampling import state as sampling_state
@@ -36,9 +36,11 @@ SCORE_ROWS = 512
 
 
 class SampleResult(NamedTuple):
-    """What the host reads back. tokens_and_codes: int32 [2, rows], token ids and `FinishCode`s."""
+    """What the host reads back. tokens_and_codes: int32 [2, rows], token ids and `FinishCode`s; of MASKED also, below
+    them, those of `StepResult.ranked` after the first.
+    """
 
-    tokens_and_codes: Int[Array, "2 rows"]
+    tokens_and_codes: Int[Array, "words rows"]
     logprobs: TokenLogprobs | None
 
 
@@ -61,6 +63,11 @@ def _logits(
     if live is None:
         return setup.model.head_logits(head, hidden), None
     return logits_and_sums(setup.model, head, hidden, live)
+
+
+def sampled_words(variant: SamplingVariant) -> int:
+    """int32 words of a row that `SampleResult.tokens_and_codes` has."""
+    return 1 + NUM_RANKED if variant == SamplingVariant.MASKED else 2
 
 
 def abstract_rows(count: int) -> Rows:
@@ -104,10 +111,15 @@ class Sample(StepProgram):
 
     def inputs(self, setup: Setup) -> dict[str, Any]:
         return {
-            "earlier": int32(2, self.batch),
+            "earlier": int32(self.words, self.batch),
             "hidden": setup.hidden(self.batch),
             "rows": abstract_rows(self.batch),
         }
+
+    @property
+    def words(self) -> int:
+        """That come back of a row."""
+        return sampled_words(self.variant)
 
     def product_rows(self, setup: Setup) -> int:
         return self.batch
@@ -119,7 +131,7 @@ class Sample(StepProgram):
         head: Sequence[Array],
         sampling: sampling_state.SamplingState,
         state: SlotState,
-        earlier: Int[Array, "2 rows"],
+        earlier: Int[Array, "words rows"],
         hidden: Float[Array, "rows hidden"],
         rows: Rows,
         masks: Array | None = None,
@@ -164,6 +176,9 @@ class Sample(StepProgram):
         if full is not None:
             updated["full"] = sampling_state.add_sampled_tokens(full, written, sampled.token_ids, collectives)
         tokens_and_codes = jnp.stack([tokens, codes.astype(jnp.int32)])
+        if sampled.ranked is not None:
+            others = jnp.where(valid[:, None], sampled.ranked[:, 1:], NO_TOKEN)
+            tokens_and_codes = jnp.concatenate([tokens_and_codes, others.T])
         # Not `earlier.at[:].set`: over several devices XLA, of JAX 0.11.2, does not survive compiling that.
         tokens_and_codes = jax.lax.dynamic_update_slice(earlier, tokens_and_codes, (0, 0))
         return updated, SampleResult(tokens_and_codes, sampled.logprobs)

@@ -162,9 +162,10 @@ class PlanChanges:
             host["num_whole"][...] = num_whole
             host["slots"][: len(some)] = plan.mask_slots[some]
             host["tokens"][: len(some)] = plan.mask_tokens[some]
-            for row, which in enumerate(some):
-                mask = plan.masks[which]
-                (host["masks"] if row < num_whole else host["listed"])[row, : len(mask)] = mask.view(np.int32)
+            host["backs"][: len(some)] = plan.mask_backs[some]
+            for row, which in enumerate(some[:num_whole]):
+                host["masks"][row] = plan.masks[which].view(np.int32)
+            _fill_rows(host["listed"][num_whole:], [plan.masks[which] for which in some[num_whole:]])
             self._run(program, packed=buffer)
 
     def _copy_blocks(self, copies: np.ndarray) -> None:
@@ -187,6 +188,15 @@ class PlanChanges:
         buffer, host = self._packed(_SCATTER)
         host["block_ids"][: len(copy.block_ids)] = copy.block_ids
         self._run(_SCATTER, staging=staging, packed=buffer)
+
+
+def _fill_rows(target: np.ndarray, rows: Sequence[np.ndarray]) -> None:
+    """Writes arrays of different lengths into the first rows of `target`, [n, most], from the left."""
+    if rows:
+        lengths = np.array([len(row) for row in rows])
+        begins = np.cumsum(lengths) - lengths
+        columns = np.arange(int(lengths.sum())) - np.repeat(begins, lengths)
+        target[np.repeat(np.arange(len(rows)), lengths), columns] = np.concatenate(rows)
 
 
 def _table_entries(start: SlotStart) -> np.ndarray:

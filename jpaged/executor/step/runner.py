@@ -70,7 +70,7 @@ class Runner:
         self._changes = PlanChanges(setup, calls)
         self._variants = {v: setup.program_variant(v) for v in SamplingVariant}
         self._num_groups = len(setup.cache.groups)
-        self._tokens_read: defaultdict[int, list[jax.Array]] = defaultdict(list)
+        self._tokens_read: defaultdict[tuple[int, ...], list[jax.Array]] = defaultdict(list)
         self.memory = memory
         self.closed = False
 
@@ -286,22 +286,23 @@ class Runner:
         if variant == SamplingVariant.FULL:
             self._changes.ensure_full_state()
         program = Sample(size, self._variants[variant])
-        return self._run(program, hidden=hidden, rows=rows, earlier=self._earlier_tokens(size))
+        return self._run(program, hidden=hidden, rows=rows, earlier=self._earlier_tokens(program.words, size))
 
-    def _earlier_tokens(self, rows: int) -> jax.Array | np.ndarray:
-        """Tokens and codes [2, rows] that the host has read, for those of another step to be written over.
+    def _earlier_tokens(self, words: int, rows: int) -> jax.Array | np.ndarray:
+        """Tokens and codes [words, rows] that the host has read, for those of another step to be written over.
 
         There are as many as steps in flight and one more. New buffers would come and go as steps are read, whenever
         that is, and with them the place of what a program needs while it runs. Its CUDA graph has addresses built in:
         each kernel that uses a buffer which has moved since the last run is updated, nearly all of them.
         """
-        return self._tokens_read[rows].pop() if self._tokens_read[rows] else np.zeros((2, rows), np.int32)
+        kept = self._tokens_read[words, rows]
+        return kept.pop() if kept else np.zeros((words, rows), np.int32)
 
     def _keep_tokens(self, tokens_and_codes: jax.Array) -> None:
         if self.closed:  # a step that outlived it is read
             tokens_and_codes.delete()
             return
-        self._tokens_read[tokens_and_codes.shape[1]].append(tokens_and_codes)
+        self._tokens_read[tokens_and_codes.shape].append(tokens_and_codes)
 
     def _run_prompt_logprobs(
         self, plan: StepPlan, hidden: jax.Array

@@ -64,13 +64,15 @@ def end_slots(state: SlotState, slots: Int[Array, " n"]) -> SlotState:
     return state._replace(active=state.active.at[slots].set(False))
 
 
-def go_back(state: SlotState, slots: Int[Array, " n"], tokens: Int[Array, " n"]) -> SlotState:
-    """Slots lose the token that they sampled last, and run: `tokens` are their last ones again. NO_TOKEN: leave a slot
-    as it is.
+def replace_last(
+    state: SlotState, slots: Int[Array, " n"], tokens: Int[Array, " n"], backs: Int[Array, " n"]
+) -> SlotState:
+    """Slots lose the token that they sampled last, and run: `tokens` are their last ones. Where `backs` is 1, that is
+    the one before, and the slot is shorter by one. NO_TOKEN: leave a slot as it is.
     """
-    goes_back = tokens != NO_TOKEN
+    is_given = tokens != NO_TOKEN
     return state._replace(
-        last_token=state.last_token.at[slots].set(jnp.where(goes_back, tokens, state.last_token[slots])),
-        seq_len=state.seq_len.at[slots].add(-goes_back.astype(jnp.int32)),
-        active=state.active.at[slots].set(state.active[slots] | goes_back),
+        last_token=state.last_token.at[slots].set(jnp.where(is_given, tokens, state.last_token[slots])),
+        seq_len=state.seq_len.at[slots].add(-backs),
+        active=state.active.at[slots].set(state.active[slots] | is_given),
     )

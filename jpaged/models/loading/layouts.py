@@ -3,17 +3,21 @@ it reads from files.
 
     tensor [out, in] --relayout--> piece --written at its offsets--> parameter, donated: its buffer stays the same
 
-One program for each kind of tensor, compiled when the first of them comes.
+One program for each kind of parameter and of tensors that are written into it together, compiled when the first of them
+come.
 """
 
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jpaged.models.loading.pieces import Part, Piece, repeat_kv_heads
 
@@ -58,29 +62,81 @@ class Layout:
         return piece if self.kv_head_copies == 1 else repeat_kv_heads(piece, self.kv_head_copies, piece.ndim - 3)
 
 
-def write(parameter: jax.Array, tensor: Any, layout: Layout, offsets: tuple[int, ...]) -> jax.Array:
-    """The parameter, on one device, with an array written into it at these offsets, in its type. Donates the parameter,
-    never the array: what a trainer holds stays its own.
+@dataclass(frozen=True)
+class Places:
+    """Where some tensors go in one parameter. layouts, offsets: of each."""
+
+    layouts: tuple[Layout, ...]
+    offsets: tuple[tuple[int, ...], ...]
+
+
+_THREADS = 4
+"""That copy arrays from host memory: one alone does not keep the bus busy."""
+
+_AHEAD = 6
+"""Groups of arrays that are brought ahead of the one that is written."""
+
+
+def brought(groups: Sequence[Sequence[Any]], targets: Sequence[Sharding]) -> Iterator[list[jax.Array]]:
+    """Groups of arrays, one after the other, where they are to be. Those that are there come as they are; others are
+    copied, a few groups ahead of the one that is asked for.
+
+    targets: of each group.
     """
-    found = jax.device_put(tensor, parameter.sharding)
-    return _write(parameter, found, layout, np.asarray(offsets, np.int32))
+    with ThreadPoolExecutor(_THREADS) as threads:
+        window: deque[list[jax.Array | Future[jax.Array]]] = deque()
+        for tensors, target in zip(groups, targets, strict=True):
+            window.append([one if _is_at(one, target) else threads.submit(_copied, one, target) for one in tensors])
+            if len(window) > _AHEAD:
+                yield [_arrived(one) for one in window.popleft()]
+        while window:
+            yield [_arrived(one) for one in window.popleft()]
+
+
+def _is_at(tensor: Any, target: Sharding) -> bool:
+    return isinstance(tensor, jax.Array) and tensor.sharding == target
+
+
+def _copied(tensor: Any, target: Sharding) -> jax.Array:
+    return jax.device_put(tensor, target).block_until_ready()
+
+
+def _arrived(tensor: "jax.Array | Future[jax.Array]") -> jax.Array:
+    return tensor.result() if isinstance(tensor, Future) else tensor
+
+
+def write(parameter: jax.Array, tensors: Sequence[jax.Array], places: Places) -> jax.Array:
+    """The parameter, on one device, with arrays that are there written into it at their places, in its type. Donates
+    the parameter, never the arrays: what a trainer holds stays its own.
+    """
+    return _write(parameter, tuple(tensors), _on_devices(places.offsets, parameter.sharding), places.layouts)
 
 
 def write_sharded(
-    parameter: jax.Array, tensor: Any, layout: Layout, offsets: tuple[int, ...], axis: int | None, mesh: Mesh
+    parameter: jax.Array, tensors: Sequence[jax.Array], places: Places, axis: int | None, mesh: Mesh
 ) -> jax.Array:
     """As `write`, into a parameter whose shards lie along `axis` of it (None: whole on each device), each the size of
-    the last padded. An array from other devices, or otherwise sharded, is resharded first; each device then has all of
-    it for a moment.
+    the last padded. Each device has all of the arrays.
     """
-    found = jax.device_put(tensor, NamedSharding(mesh, PartitionSpec()))
-    return _sharded_writer(mesh, axis, parameter.ndim)(parameter, found, layout, np.asarray(offsets, np.int32))
+    offsets = _on_devices(places.offsets, NamedSharding(mesh, PartitionSpec()))
+    return _sharded_writer(mesh, axis, parameter.ndim)(parameter, tuple(tensors), offsets, places.layouts)
 
 
-@partial(jax.jit, static_argnums=2, donate_argnums=0)
-def _write(parameter: jax.Array, tensor: jax.Array, layout: Layout, offsets: jax.Array) -> jax.Array:
-    piece = layout.apply(tensor).astype(parameter.dtype)
-    return jax.lax.dynamic_update_slice(parameter, piece, list(offsets))
+@lru_cache(maxsize=4096)
+def _on_devices(offsets: tuple[tuple[int, ...], ...], sharding: Sharding) -> jax.Array:
+    """Offsets where the parameter is, int32 [tensors, axes]. They are kept: sending them takes longer than starting the
+    program that reads them."""
+    return jax.device_put(np.array(offsets, np.int32).reshape(len(offsets), -1), sharding)
+
+
+@partial(jax.jit, static_argnums=3, donate_argnums=0)
+def _write(
+    parameter: jax.Array, tensors: tuple[jax.Array, ...], offsets: jax.Array, layouts: tuple[Layout, ...]
+) -> jax.Array:
+    for tensor, layout, start in zip(tensors, layouts, offsets, strict=True):
+        piece = layout.apply(tensor).astype(parameter.dtype)
+        parameter = jax.lax.dynamic_update_slice(parameter, piece, list(start))
+    return parameter
 
 
 @cache
@@ -88,18 +144,23 @@ def _sharded_writer(mesh: Mesh, axis: int | None, ndim: int) -> Any:
     (name,) = mesh.axis_names
     spec = PartitionSpec() if axis is None else PartitionSpec(*(name if i == axis else None for i in range(ndim)))
 
-    def write_all(parameter: jax.Array, tensor: jax.Array, layout: Layout, offsets: jax.Array) -> jax.Array:
-        def write_shard(shard: jax.Array, tensor: jax.Array, offsets: jax.Array) -> jax.Array:
-            piece = layout.apply(tensor).astype(shard.dtype)
-            if axis is None:
-                return jax.lax.dynamic_update_slice(shard, piece, list(offsets))
-            return _write_part(shard, piece, list(offsets), axis, jax.lax.axis_index(name))
+    def write_all(
+        parameter: jax.Array, tensors: tuple[jax.Array, ...], offsets: jax.Array, layouts: tuple[Layout, ...]
+    ) -> jax.Array:
+        def write_shard(shard: jax.Array, tensors: tuple[jax.Array, ...], offsets: jax.Array) -> jax.Array:
+            for tensor, layout, start in zip(tensors, layouts, offsets, strict=True):
+                piece = layout.apply(tensor).astype(shard.dtype)
+                if axis is None:
+                    shard = jax.lax.dynamic_update_slice(shard, piece, list(start))
+                else:
+                    shard = _write_part(shard, piece, list(start), axis, jax.lax.axis_index(name))
+            return shard
 
         whole = PartitionSpec()
         mapped = jax.shard_map(write_shard, mesh=mesh, in_specs=(spec, whole, whole), out_specs=spec, check_vma=False)
-        return mapped(parameter, tensor, offsets)
+        return mapped(parameter, tensors, offsets)
 
-    return jax.jit(write_all, static_argnums=2, donate_argnums=0, out_shardings=NamedSharding(mesh, spec))
+    return jax.jit(write_all, static_argnums=3, donate_argnums=0, out_shardings=NamedSharding(mesh, spec))
 
 
 def _write_part(shard: jax.Array, piece: jax.Array, offsets: list[jax.Array], axis: int, index: jax.Array) -> jax.Array:

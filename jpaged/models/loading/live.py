@@ -6,27 +6,34 @@
 """
 
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jpaged.api.errors import InvalidParameterError, shown
 from jpaged.api.weights import flat_weights
 from jpaged.models.loading.checkpoint import full_names
-from jpaged.models.loading.layouts import Layout, write, write_sharded
+from jpaged.models.loading.layouts import Layout, Places, brought, write, write_sharded
 from jpaged.models.loading.pieces import Piece, single_kv_heads
 from jpaged.models.model import Model, Weights
 
 WeightsForm = Literal["huggingface", "parameters", "state", "module"]
 
 _SHOWN = 5
+"""Problems, and names, that a message has at most."""
+
+_AT_ONCE = 16
+"""Arrays that one program writes into a parameter: it takes longer to start than to write an expert's tensor, of which
+mixtures have thousands."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,20 @@ class Update:
 
     writes: tuple[Write, ...]
     is_complete: bool
+
+    @property
+    def groups(self) -> list[tuple[int, list[Any], Places]]:
+        """Arrays that one program writes: the index of their parameter, the arrays, and their places in it. In an order
+        that does not depend on the one in which they were given."""
+        found = []
+        ordered = sorted(self.writes, key=lambda one: (one.index, one.offsets))
+        for index, of_parameter in groupby(ordered, key=lambda one: one.index):
+            writes = list(of_parameter)
+            for first in range(0, len(writes), _AT_ONCE):
+                some = writes[first : first + _AT_ONCE]
+                places = Places(tuple(one.layout for one in some), tuple(one.offsets for one in some))
+                found.append((index, [one.array for one in some], places))
+        return found
 
 
 @dataclass(frozen=True)
@@ -129,16 +150,20 @@ class WeightUpdater:
                 then new and some old, and some may be gone.
         """
         updated = list(weights)
-        for one in update.writes:
-            target = updated[one.index]
-            comes_from_here = isinstance(one.array, jax.Array) and one.array.sharding == target.sharding
+        groups = update.groups
+        targets = [_sharding_of_tensors(updated[index], self._mesh) for index, _, _ in groups]
+        underway: deque[int] = deque()
+        arriving = brought([tensors for _, tensors, _ in groups], targets)
+        for (index, given, places), tensors in zip(groups, arriving, strict=True):
             if self._mesh is None:
-                updated[one.index] = write(target, one.array, one.layout, one.offsets)
+                updated[index] = write(updated[index], tensors, places)
             else:
-                axis = self._shard.shard_axes[one.index]
-                updated[one.index] = write_sharded(target, one.array, one.layout, one.offsets, axis, self._mesh)
-            if not comes_from_here:  # one copy at a time is on its way
-                updated[one.index].block_until_ready()
+                axis = self._shard.shard_axes[index]
+                updated[index] = write_sharded(updated[index], tensors, places, axis, self._mesh)
+            if any(tensor is not one for tensor, one in zip(tensors, given, strict=True)):
+                underway.append(index)  # copies wait for what frees them: only so many are on the device
+                if len(underway) > 2:
+                    updated[underway.popleft()].block_until_ready()
         return tuple(updated)
 
     def read(self, weights: Sequence[jax.Array], form: WeightsForm) -> Any:
@@ -273,6 +298,11 @@ class WeightUpdater:
                     f'weights: {head!r} differs from {embedding!r}, but config.json says "tie_word_embeddings": true;'
                     " leave it out, or start the engine with a config.json that says false. Nothing was changed."
                 )
+
+
+def _sharding_of_tensors(parameter: jax.Array, mesh: Mesh | None) -> Sharding:
+    """Where tensors must be to be written into a parameter."""
+    return parameter.sharding if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
 def _whole(array: jax.Array, shape: tuple[int, ...], kv_head_copies: int) -> jax.Array:

@@ -23,8 +23,8 @@ from jpaged.models.linear import Linear, Product, Rounding, Rows
 from jpaged.models.parameters import Constant, Normal, parameter
 from jpaged.models.quantization.grouped import QuantizedGroupedLinear, Values
 from jpaged.models.quantization.layers import Kind, QuantizedLinear, RowOrder, rows_parameter
-from jpaged.pallas_kernels import RoundedRows, Sums, fp8_product
-from jpaged.pallas_kernels.fp8_product.api import Activations, product_of_rounded, takes_rounded_rows
+from jpaged.pallas_kernels import RoundedRows, Sums, fp8_product, rounded_product
+from jpaged.pallas_kernels.fp8_product.api import Activations, takes_rounded_rows
 from jpaged.pallas_kernels.fp8_product.rounding import round_to_fp8
 
 _RANDOM_STD = 64.0
@@ -90,6 +90,13 @@ class Fp8Linear(QuantizedLinear):
             return super().gated(x, activation, backend, rounding)
         return rounding(self._sums(x, own), activation=activation)[0]
 
+    def sums(self, x: Rows, backend: str | None = "xla") -> jax.Array | Sums:
+        rounding = self.rounding(backend)
+        if rounding is None or self.bias is not None:
+            return super().sums(x, backend)
+        found = self._sums(x, rounding)
+        return found if isinstance(found, Sums) else found.reshape(-1, *self.layout.outputs)
+
     def _term(self, x: Any, backend: str | None) -> jax.Array | Sums | Product:
         rounding = self.rounding(backend)
         if rounding is None or len(self.layout.outputs) > 1:
@@ -101,14 +108,15 @@ class Fp8Linear(QuantizedLinear):
         if rounding is None:
             return super()._product(x, dtype, backend)
         sums = self._sums(x, rounding)
-        outer = (sums.count,) if isinstance(x, RoundedRows) else x.shape[: x.ndim - len(self.layout.inputs)]
-        return sums.wide().astype(dtype or sums.dtype).reshape(*outer, *self.layout.outputs)
+        outer = sums.shape[:1] if isinstance(x, RoundedRows) else x.shape[: x.ndim - len(self.layout.inputs)]
+        found = sums.wide() if isinstance(sums, Sums) else sums
+        return found.astype(dtype or sums.dtype).reshape(*outer, *self.layout.outputs)
 
-    def _sums(self, x: Any, rounding: Rounding) -> Sums:
-        """The product, without scales so far."""
+    def _sums(self, x: Any, rounding: Rounding) -> jax.Array | Sums:
+        """[T, all outputs], or sums whose scales are still to be multiplied."""
         rows = x if isinstance(x, RoundedRows) else rounding(x.reshape(-1, self.layout.input_size))[0]
         kernel, scale = self._weights()
-        return Sums(product_of_rounded(rows.values, kernel), rows.scales, scale[:, 0], rows.count, rows.dtype)
+        return rounded_product(rows, kernel, scale[:, 0], backend=rounding.backend)
 
     def _weights(self) -> tuple[jax.Array, jax.Array]:
         """e4m3 [all outputs, inputs], and scales [all outputs, G]."""

@@ -12,6 +12,32 @@ integer units. The largest magnitude, e4m3's NaN, becomes 480, unless NaN is ask
 import triton
 import triton.language as tl
 
+_FOUR = tl.constexpr("""
+{
+    .reg .b32 a, b, c, d, by, zero;
+    mov.b32 by, 0x7B807B80;
+    mov.b32 zero, 0x80008000;
+    prmt.b32 a, $2, 0, 0x1404;
+    prmt.b32 b, $2, 0, 0x3424;
+    shr.b32 c, a, 4;
+    shr.b32 d, b, 4;
+    and.b32 c, c, 0x07F007F0;
+    and.b32 d, d, 0x07F007F0;
+    lop3.b32 a, a, 0x80008000, c, 0xEA;
+    lop3.b32 b, b, 0x80008000, d, 0xEA;
+    fma.rn.bf16x2 $0, a, by, zero;
+    fma.rn.bf16x2 $1, b, by, zero;
+}
+""")
+"""Four bytes to as many bfloat16: each becomes the upper one of 16 bits, is put in place as below, two at a time, and
+multiplied by 2^120. The product is a fused one with -0, which GPUs have since Ampere."""
+
+
+@triton.jit
+def widen_fours(bits):
+    """e4m3 as uint8 -> bfloat16, exactly, but for NaN; four neighbours of a thread at a time. On GPUs alone."""
+    return tl.inline_asm_elementwise(_FOUR, "=r,=r,r", [bits], dtype=tl.bfloat16, is_pure=True, pack=4)
+
 
 @triton.jit
 def widen(bits, DTYPE: tl.constexpr, NAN: tl.constexpr = False):

@@ -1,7 +1,20 @@
-"""The order of a product's tiles in Triton kernels."""
+"""How a product is cut in Triton kernels: the order of its tiles, and the parts of its inputs."""
 
 import triton
 import triton.language as tl
+
+from jpaged.pallas_kernels import devices
+
+_MOST_SPLITS = 8
+
+
+def splits_of(ctas: int, steps: int) -> int:
+    """Parts of the inputs that CTAs of their own sum up, so that a few outputs keep most multiprocessors reading."""
+    splits = 1
+    while splits < _MOST_SPLITS and 5 * splits * ctas < 3 * devices.num_multiprocessors() and steps >= 16 * splits:
+        splits *= 2
+    return splits
+
 
 _SIDE_BY_SIDE = tl.constexpr(16)
 

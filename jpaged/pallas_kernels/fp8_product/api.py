@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from jpaged.pallas_kernels import devices
 from jpaged.pallas_kernels.common import arguments as check
-from jpaged.pallas_kernels.fp8_product import reference
 from jpaged.pallas_kernels.fp8_product.rounding import rounds_activations
 from jpaged.pallas_kernels.registry import REFERENCE, Op, is_hopper
 
@@ -78,23 +77,8 @@ def takes_rounded_rows(
     w: jax.Array, scale: jax.Array, dtype: jnp.dtype, group: int | None, activations: Activations, backend: str | None
 ) -> bool:
     """Whether `fp8_product` of rows of this dtype would round each with one scale and leave the product to XLA, so that
-    `product_of_rounded` does the same for rows that are rounded. The arguments are those of `fp8_product`."""
+    `rounded_product` does the same for rows that are rounded. The arguments are those of `fp8_product`."""
     if group is not None or activations == "none" or not rounds_activations(devices.default_device()):
         return False
     x = jax.ShapeDtypeStruct((1, w.shape[1]), dtype)
     return OP.pick(backend, x, w, scale, group, activations).backend == REFERENCE
-
-
-def product_of_rounded(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x @ w.T of two e4m3 operands in XLA, without any scales.
-
-    Args:
-        x: float8_e4m3fn [M, K]. w: float8_e4m3fn [N, K].
-    Returns:
-        float32 [M, N].
-    Raises:
-        ValueError: an argument does not fit; it is named.
-    """
-    check.check_array("x", x, jnp.float8_e4m3fn, "M, K", (None, None))
-    check.check_array("w", w, jnp.float8_e4m3fn, "N, K", (None, x.shape[1]))
-    return reference.product(x, w)

@@ -38,10 +38,10 @@ def dequantized(w: jax.Array, scale: jax.Array, group: int | None) -> jax.Array:
     return w.astype(jnp.float32) * scale
 
 
-def product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x @ w.T, float32 [M, N]."""
+def product(x: jax.Array, w: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+    """x @ w.T, accumulated in float32; [M, N] of a dtype."""
     if x.dtype == jnp.float8_e4m3fn and devices.default_device().platform == "cpu":  # which multiplies no such
-        x, w = x.astype(jnp.float32), w.astype(jnp.float32)
+        return product(x.astype(jnp.float32), w.astype(jnp.float32)).astype(dtype)
     return lax.dot_general(
-        x, w, (((1,), (1,)), ((), ())), precision=precision_of(x.dtype), preferred_element_type=jnp.float32
+        x, w, (((1,), (1,)), ((), ())), precision=precision_of(x.dtype), preferred_element_type=dtype
     )

@@ -20,9 +20,9 @@ import triton.language as tl
 from jpaged.pallas_kernels import devices
 from jpaged.pallas_kernels.common.numerics import as_bits
 from jpaged.pallas_kernels.common.triton_call import Launch, call
-from jpaged.pallas_kernels.common.triton_fp8 import as_fp8, widen
+from jpaged.pallas_kernels.common.triton_fp8 import as_fp8, widen, widen_fours
 from jpaged.pallas_kernels.common.triton_targets import for_family
-from jpaged.pallas_kernels.common.triton_tiles import place
+from jpaged.pallas_kernels.common.triton_tiles import place, splits_of
 from jpaged.pallas_kernels.fp8_product.rounding import round_to_fp8, rounds_activations
 
 
@@ -111,37 +111,61 @@ def fp8_product(
     config: Config | None = None,
 ) -> jax.Array:
     """`fp8_product` of the package, checked. config: to try others than the table's."""
-    rows, depth = x.shape
+    if not _rounds(activations):
+        return _multiplied(x, None, w, scale, count=x.shape[0], group=group, dtype=dtype, config=config)
+    x, of_rows = round_to_fp8(x, input_scale, upper_bound, group)
+    of_rows = jnp.broadcast_to(of_rows, (x.shape[0], of_rows.shape[-1]))
+    return _multiplied(x, of_rows, w, scale, count=x.shape[0], group=group, dtype=dtype, config=config)
+
+
+@partial(jax.jit, static_argnames=("count", "dtype", "config"))
+def product_of_rounded(
+    x: jax.Array,
+    of_rows: jax.Array,
+    w: jax.Array,
+    scale: jax.Array,
+    *,
+    count: int,
+    dtype: Any,
+    config: Config | None = None,
+) -> jax.Array:
+    """dtype [count, N]: the product of the first rows, which are rounded, with all scales.
+
+    x: e4m3 [R, K]. of_rows: float32 [R, 1]. w: e4m3 [N, K]. scale: float32 [N, 1]. config: to try others than the
+    table's.
+    """
+    return _multiplied(x, of_rows, w, scale, count=count, group=None, dtype=dtype, config=config)
+
+
+def _multiplied(
+    x: jax.Array,
+    of_rows: jax.Array | None,
+    w: jax.Array,
+    scale: jax.Array,
+    *,
+    count: int,
+    group: int | None,
+    dtype: Any,
+    config: Config | None,
+) -> jax.Array:
+    """Of the first `count` rows. of_rows: float32 [R, G], of x in e4m3; None where x is as it was."""
+    rows, depth = count, x.shape[1]
     outputs, groups = scale.shape
-    rounded = _rounds(activations)
-    of_rows = scale  # which nobody reads if x is not rounded
-    if rounded:
-        x, of_rows = round_to_fp8(x, input_scale, upper_bound, group)
-        x = as_bits(x)
-        of_rows = jnp.broadcast_to(of_rows, (rows, of_rows.shape[-1]))
+    rounded = of_rows is not None
     config = config or default_config(rows, rounded=rounded)
     step = config.depth if groups == 1 or group is None else min(config.depth, group)
     ctas = triton.cdiv(outputs, config.outputs) * triton.cdiv(rows, config.rows)
-    splits = config.splits or _splits(ctas, depth // step)
+    splits = config.splits or splits_of(ctas, depth // step)
     launch = Launch((ctas, splits), config.warps, config.stages)
     constants: dict[str, Any] = {"M": rows, "K": depth, "N": outputs, "GROUPS": groups}
     constants |= {"GROUP": group if groups > 1 else depth, "ROUNDED": rounded}
     constants |= {"SPLIT": triton.cdiv(triton.cdiv(depth, splits), step) * step}
     constants |= {"OUTPUTS": config.outputs, "ROWS": config.rows, "STEP": step}
+    constants["FOURS"] = x.dtype == jnp.bfloat16 and not triton.knobs.runtime.interpret
     out = jax.ShapeDtypeStruct((splits, rows, outputs), dtype if splits == 1 else jnp.float32)
+    x, of_rows = (as_bits(x), of_rows) if of_rows is not None else (x, scale)  # which nobody reads if x is not rounded
     (y,) = call(_fp8_product, launch, x, as_bits(w), of_rows, scale, out=[out], **constants)
     return y[0] if splits == 1 else jnp.sum(y, axis=0).astype(dtype)
-
-
-def _splits(ctas: int, steps: int) -> int:
-    """Parts of the inputs that CTAs of their own sum up, so that a few outputs keep most multiprocessors reading."""
-    splits = 1
-    while splits < _MOST_SPLITS and 5 * splits * ctas < 3 * devices.num_multiprocessors() and steps >= 16 * splits:
-        splits *= 2
-    return splits
-
-
-_MOST_SPLITS = 8
 
 
 @triton.jit
@@ -161,6 +185,7 @@ def _fp8_product(
     OUTPUTS: tl.constexpr,  # of a CTA
     ROWS: tl.constexpr,  # of a CTA
     STEP: tl.constexpr,  # inputs of a step, which divides a group
+    FOURS: tl.constexpr,  # whether weights are widened four at a time
 ):
     """x: [M, K]. w: e4m3 [N, K]. of_rows: float32 [M, GROUPS], of x if ROUNDED. scale: float32 [N, GROUPS].
     out: [splits, M, N]. Bits of e4m3 come as uint8."""
@@ -187,7 +212,7 @@ def _fp8_product(
         of_x = tl.load(inputs + start, mask=there, other=0.0)
         of_w = tl.load(weights + start, mask=here, other=0.0 if ROUNDED else 0)
         if not ROUNDED:
-            of_w = widen(of_w, x.dtype.element_ty)
+            of_w = widen_fours(of_w) if FOURS else widen(of_w, x.dtype.element_ty)
         if GROUPS == 1:
             total = tl.dot(of_w, of_x, total)
         else:

@@ -1,25 +1,28 @@
 """The 4-bit product for GPUs from Ampere on: weights are read in 4 bits and multiplied in x's type.
 
-    a CTA: rows x columns of the result; of each group of inputs
-        words [group / 2, columns]:  the lower bits meet the first half of the group's inputs, the upper bits the second
-        sums += (x @ (values - zero)) * scale
+    a CTA: columns x rows of the result, transposed, as few rows then waste no more of a tensor core than they must
+        words [columns, group / 2]:  the lower bits meet the first half of the group's inputs, the upper bits the second
+        sums += ((values - zero) @ x^T) * scale
 
 Values less their zero points are small integers, exact in 16 bits; scales multiply sums in float32. So are E2M1 values
 times their scales in e4m3 (NVFP4), of which more are taken at a time; what an output's are divided by divides its sum.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import triton
 import triton.language as tl
 
 from jpaged.pallas_kernels.common.numerics import as_bits
 from jpaged.pallas_kernels.common.triton_call import Launch, call
 from jpaged.pallas_kernels.common.triton_fp4 import inverse, widen_nvfp4
+from jpaged.pallas_kernels.common.triton_int4 import halves
 from jpaged.pallas_kernels.common.triton_targets import for_family
+from jpaged.pallas_kernels.common.triton_tiles import splits_of
 
 _GROUPS = (32, 64, 128)
 _NV_STEP = 128
@@ -28,16 +31,18 @@ _NV_STEP = 128
 
 @dataclass(frozen=True)
 class Config:
-    """How the kernel is cut and compiled. rows, columns: of a CTA. warps: of it. stages: groups in flight or in use."""
+    """How the kernel is cut and compiled. rows, columns: of a CTA. warps: of it. stages: groups in flight or in use.
+    splits: parts of the inputs, whose sums are added up afterwards; None chooses."""
 
     rows: int
     columns: int
     warps: int
     stages: int
+    splits: int | None = None
 
 
-_SMALL = (Config(16, 32, 4, 4), Config(32, 64, 4, 3), Config(64, 64, 4, 2))
-_LARGE = (Config(16, 32, 4, 4), Config(32, 64, 4, 4), Config(64, 128, 8, 3))
+_SMALL = (Config(16, 64, 4, 4), Config(32, 64, 4, 3), Config(64, 64, 4, 2))
+_LARGE = (Config(16, 64, 4, 6), Config(32, 64, 4, 4), Config(64, 128, 8, 3))
 _CONFIGS = {80: _LARGE, 86: _SMALL, 90: _LARGE, 100: _LARGE, 120: _SMALL}
 """By family of GPUs, from few rows to many. Not measured."""
 
@@ -85,7 +90,8 @@ def int4_product(
     columns = w.shape[0]
     config = config or default_config(rows)
     strips = triton.cdiv(columns, config.columns)
-    launch = Launch((strips * triton.cdiv(rows, config.rows),), config.warps, config.stages)
+    ctas = strips * triton.cdiv(rows, config.rows)
+    launch = Launch((ctas,), config.warps, config.stages)
     out = jax.ShapeDtypeStruct((rows, columns), dtype)
     constants: dict[str, Any] = {"M": rows, "K": depth, "N": columns, "GROUP": group, "STRIPS": strips}
     constants |= {"ROWS": config.rows, "COLUMNS": config.columns}
@@ -94,9 +100,14 @@ def int4_product(
         constants["STEP"] = _NV_STEP
         (y,) = call(_nvfp4_product, launch, x, w, as_bits(scale), outer, out=[out], **constants)
         return y
-    constants["ZEROS"] = zero is not None
-    (y,) = call(_int4_product, launch, x, w, scale, w if zero is None else zero, out=[out], **constants)
-    return y
+    groups = depth // group
+    splits = config.splits or splits_of(ctas, groups)
+    constants |= {"ZEROS": zero is not None, "SPLIT": triton.cdiv(groups, splits)}
+    constants["FOURS"] = x.dtype == jnp.bfloat16 and not triton.knobs.runtime.interpret
+    launch = replace(launch, grid=(ctas, splits))
+    parts = jax.ShapeDtypeStruct((splits, rows, columns), dtype if splits == 1 else jnp.float32)
+    (y,) = call(_int4_product, launch, x, w, scale, w if zero is None else zero, out=[parts], **constants)
+    return y[0] if splits == 1 else jnp.sum(y, axis=0).astype(dtype)
 
 
 @triton.jit
@@ -114,32 +125,40 @@ def _int4_product(
     ROWS: tl.constexpr,  # of a CTA
     COLUMNS: tl.constexpr,  # of a CTA
     ZEROS: tl.constexpr,  # whether `zero` is one
+    SPLIT: tl.constexpr,  # groups of a CTA
+    FOURS: tl.constexpr,  # as of `halves`
 ):
-    """x: [M, K]. w: uint8 [N, K / 2]. scale: float32 [N, K / GROUP]. zero: uint8 likewise. out: [M, N]."""
+    """x: [M, K]. w: uint8 [N, K / 2]. scale: float32 [N, K / GROUP]. zero: uint8 likewise. out: [splits, M, N]."""
     HALF: tl.constexpr = GROUP // 2
     row = (tl.program_id(0) // STRIPS) * ROWS + tl.arange(0, ROWS)
     column = (tl.program_id(0) % STRIPS) * COLUMNS + tl.arange(0, COLUMNS)
     is_row, is_column = row < M, column < N
     inner = tl.arange(0, HALF)
-    inputs = x + row.to(tl.int64)[:, None] * K + inner[None, :]
-    words = w + column.to(tl.int64)[None, :] * (K // 2) + inner[:, None]
+    inputs = x + row.to(tl.int64)[None, :] * K + inner[:, None]
+    words = w + column.to(tl.int64)[:, None] * (K // 2) + inner[None, :]
     groups = column.to(tl.int64) * (K // GROUP)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for g in range(0, K // GROUP):
-        packed = tl.load(words + g * HALF, mask=is_column[None, :], other=0)
-        lower, upper = (packed & 15).to(tl.float32), (packed >> 4).to(tl.float32)
+    total = tl.zeros((COLUMNS, ROWS), tl.float32)
+    begin = tl.program_id(1) * SPLIT
+    end = tl.minimum(begin + SPLIT, K // GROUP)
+    kind: tl.constexpr = x.dtype.element_ty
+    next_factor = tl.load(
+        scale + groups + tl.minimum(begin, K // GROUP - 1), mask=is_column, other=0.0
+    )  # read a group ahead
+    for g in range(begin, end):
+        factor = next_factor
+        next_factor = tl.load(scale + groups + tl.minimum(g + 1, K // GROUP - 1), mask=is_column, other=0.0)
+        packed = tl.load(words + g * HALF, mask=is_column[:, None], other=0)
+        lower, upper = halves(packed, kind, FOURS)
         if ZEROS:
-            middle = tl.load(zero + groups + g, mask=is_column, other=0).to(tl.float32)[None, :]
-        else:
-            middle = 8.0
-        kind: tl.constexpr = x.dtype.element_ty
-        first = tl.load(inputs + g * GROUP, mask=is_row[:, None], other=0.0)
-        second = tl.load(inputs + g * GROUP + HALF, mask=is_row[:, None], other=0.0)
-        part = tl.dot(first, (lower - middle).to(kind))
-        part = tl.dot(second, (upper - middle).to(kind), part)
-        total += part * tl.load(scale + groups + g, mask=is_column, other=0.0)[None, :]
-    target = out + row.to(tl.int64)[:, None] * N + column[None, :]
-    tl.store(target, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+            less = (tl.load(zero + groups + g, mask=is_column, other=0).to(tl.float32) - 8.0).to(kind)[:, None]
+            lower, upper = lower - less, upper - less
+        first = tl.load(inputs + g * GROUP, mask=is_row[None, :], other=0.0)
+        second = tl.load(inputs + g * GROUP + HALF, mask=is_row[None, :], other=0.0)
+        part = tl.dot(lower, first)
+        part = tl.dot(upper, second, part)
+        total += part * factor[:, None]
+    target = out + tl.program_id(1).to(tl.int64) * (M * N) + row.to(tl.int64)[None, :] * N + column[:, None]
+    tl.store(target, total.to(out.dtype.element_ty), mask=is_column[:, None] & is_row[None, :])
 
 
 @triton.jit

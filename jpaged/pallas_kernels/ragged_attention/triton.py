@@ -1,7 +1,8 @@
 """Ragged attention for GPUs from Ampere on: prefill chunks and decode rows over the paged pool, in one Triton kernel.
 
     work list (`work_list.py`): tiles of (row, window of tokens), longest first, x units of query heads that share a KV
-        head. A CTA each: the hardware gives the next one to whichever multiprocessor is free
+        head. A CTA each: the hardware gives the next one to whichever multiprocessor is free, all tiles of a unit
+        before the next unit's, so that CTAs that run at the same time find each other's keys in the L2 cache
 
     a CTA: for each step of block_kv keys      S = Q K^T, mask, online softmax in base 2, O = O shrunk + P V
     rows of a tile: token by token, the unit's heads of each
@@ -175,7 +176,7 @@ def ragged_attention(
     units = heads // tile_heads
     out, lse = call(
         _attend,
-        Launch((work.shape[0] * units,), config.warps, config.stages, config.registers),
+        Launch((work.shape[0], units), config.warps, config.stages, config.registers),
         q,
         as_bits(kv_pool),
         block_tables,
@@ -207,8 +208,7 @@ def _attend(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DIM: tl.constexpr, LATENT: tl.constexpr, TAIL: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    UNITS: tl.constexpr = HEADS // TILE_HEADS
-    tile, unit = tl.program_id(0) // UNITS, tl.program_id(0) % UNITS
+    tile, unit = tl.program_id(0), tl.program_id(1)
     live = tile < tl.load(num_tiles)
     work += tile * _COLUMNS
     row, shift, kv_len = tl.load(work + _ROW), tl.load(work + _SHIFT), tl.load(work + _KV_LEN)

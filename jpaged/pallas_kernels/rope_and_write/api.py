@@ -7,13 +7,14 @@ from jpaged.pallas_kernels.common import arguments as check
 from jpaged.pallas_kernels.registry import Op
 from jpaged.pallas_kernels.rope_and_write import reference
 from jpaged.pallas_kernels.rope_and_write.projection import Projection
+from jpaged.pallas_kernels.round_rows.operands import Sums
 
 OP = Op("rope_and_write", __package__, also={"triton": check.triton_on_hopper})
 
 
 def rope_and_write(
     kv_pool: jax.Array,
-    qkv: jax.Array,
+    qkv: jax.Array | Sums,
     slot_mapping: jax.Array,
     *,
     rotation: tuple[jax.Array, jax.Array] | None = None,
@@ -26,7 +27,8 @@ def rope_and_write(
 
     Args:
         kv_pool: [num_blocks, 2, kv_heads, block_size, head_dim].
-        qkv, rotation, norms, norm_eps: as in `split_qkv`; qkv of the pool's dtype; any floats for one in e4m3.
+        qkv, rotation, norms, norm_eps: as in `split_qkv`; qkv of the pool's dtype; any floats for one in e4m3. Or the
+            sums [T, kv_heads * (group + 2) * head_dim] of an FP8 product, whose scales are then multiplied here.
         slot_mapping, kv_scales: int32 [T] and float32 [2], as in `write_kv`.
         backend: None (by device), "hopper", "triton" or "xla".
     Returns:
@@ -36,19 +38,35 @@ def rope_and_write(
     """
     check.check_pool("kv_pool", kv_pool)
     _, _, kv_heads, _, head_dim = kv_pool.shape
-    norm_eps = _check_qkv(qkv, rotation, norms, norm_eps)
-    if not check.goes_with_pool(qkv.dtype, kv_pool):
-        raise ValueError(f"qkv must have kv_pool's dtype {kv_pool.dtype}, got {qkv.dtype}")
-    if (qkv.shape[1], qkv.shape[3]) != (kv_heads, head_dim):
-        raise ValueError(f"qkv must be [T, {kv_heads}, group + 2, {head_dim}] like kv_pool, got shape {qkv.shape}")
-    check.check_int32("slot_mapping", slot_mapping, "T", (qkv.shape[0],))
+    heads = _in_heads(qkv, kv_heads, head_dim) if isinstance(qkv, Sums) else qkv
+    norm_eps = _check_qkv(heads, rotation, norms, norm_eps)
+    if not check.goes_with_pool(heads.dtype, kv_pool):
+        raise ValueError(f"qkv must have kv_pool's dtype {kv_pool.dtype}, got {heads.dtype}")
+    if (heads.shape[1], heads.shape[3]) != (kv_heads, head_dim):
+        raise ValueError(f"qkv must be [T, {kv_heads}, group + 2, {head_dim}] like kv_pool, got shape {heads.shape}")
+    check.check_int32("slot_mapping", slot_mapping, "T", (heads.shape[0],))
     check.check_slots("kv_pool", kv_pool)
     check.check_kv_scales(kv_scales, kv_pool)
-    kernel = OP.pick(backend, kv_pool, qkv).run
-    if qkv.shape[0] == 0:
-        return jnp.zeros((0, kv_heads * (qkv.shape[2] - 2), head_dim), qkv.dtype), kv_pool
-    scales = {} if kv_scales is None else {"kv_scales": kv_scales}
-    return kernel(kv_pool, Projection(qkv, rotation, norms), slot_mapping, norm_eps=norm_eps, **scales)
+    picked = OP.pick(backend, kv_pool, heads)
+    if heads.shape[0] == 0:
+        return jnp.zeros((0, kv_heads * (heads.shape[2] - 2), head_dim), heads.dtype), kv_pool
+    if not isinstance(qkv, Sums):
+        projection = Projection(qkv, rotation, norms)
+    elif picked.backend != "hopper":
+        projection = Projection(qkv.array().reshape(heads.shape), rotation, norms)
+    else:
+        scales = qkv.of_rows, qkv.of_outputs.reshape(heads.shape[1:])
+        projection = Projection(qkv.products.reshape(-1, *heads.shape[1:]), rotation, norms, scales)
+    options = {} if kv_scales is None else {"kv_scales": kv_scales}
+    return picked.run(kv_pool, projection, slot_mapping, norm_eps=norm_eps, **options)
+
+
+def _in_heads(qkv: Sums, kv_heads: int, head_dim: int) -> jax.ShapeDtypeStruct:
+    """The array that sums stand for; raises ValueError unless they are whole heads."""
+    tokens, outputs = qkv.shape
+    if outputs % (kv_heads * head_dim):
+        raise ValueError(f"qkv must have whole heads of {head_dim} for {kv_heads} KV heads, got {outputs} columns")
+    return jax.ShapeDtypeStruct((tokens, kv_heads, outputs // (kv_heads * head_dim), head_dim), qkv.dtype)
 
 
 def split_qkv(

@@ -46,10 +46,10 @@ def rope_and_write(
     kv_pool: jax.Array, projection: Projection, slot_mapping: jax.Array, *, norm_eps: float, interpret: Any = None
 ) -> tuple[jax.Array, jax.Array]:
     """`rope_and_write` of the package, checked. interpret: a `plgpu.InterpretGPUParams` runs the kernel on a CPU."""
-    qkv, rotation, norms = projection
+    qkv, rotation, norms, scales = projection
     gpu = hopper_primitives if interpret is None else hopper_interpreted
     num_blocks, _, kv_heads, block_size, head_dim = kv_pool.shape
-    tokens, group, dtype = qkv.shape[0], qkv.shape[2] - 2, qkv.dtype
+    tokens, group, dtype = slot_mapping.size, qkv.shape[2] - 2, kv_pool.dtype
     most = max(1, _CTA_NUMBERS // ((group + 2) * head_dim))
     heads = max(n for n in range(1, min(kv_heads, most) + 1) if kv_heads % n == 0)
     half = head_dim // 2
@@ -57,7 +57,9 @@ def rope_and_write(
     shapes: list[tuple[int, ...]] = [(heads, group, half), (heads, half)]  # half of a CTA's queries, keys or values
     layout_of = {shape: thread_layout(shape, _VECTOR) for shape in shapes}
 
-    def body(pool_ref: Any, qkv_ref: Any, slots_ref: Any, rotation_ref: Any, norms_ref: Any, q_ref: Any) -> None:
+    def body(
+        pool_ref: Any, qkv_ref: Any, slots_ref: Any, rotation_ref: Any, norms_ref: Any, scales_ref: Any, q_ref: Any
+    ) -> None:
         gpu.await_kernel_before()
         token = lax.axis_index("token")
         slot = slots_ref[token]
@@ -65,6 +67,15 @@ def rope_and_write(
         def read(ref: Any, shape: tuple[int, ...]) -> list[jax.Array]:
             """Both halves of its heads, of one kind."""
             return [plgpu.load(ref.at[..., columns], layout=layout_of[shape], optimized=False) for columns in halves]
+
+        def read_heads(which: Any, shape: tuple[int, ...]) -> list[jax.Array]:
+            """Of the projection, with the scales that it may lack, rounded as they would be without this kernel."""
+            found = read(qkv_ref.at[token, own, which], shape)
+            if scales_ref is None:
+                return found
+            of_row, of_outputs = scales_ref[0][token, 0], read(scales_ref[1].at[own, which], shape)
+            scaled = [x.astype(jnp.float32) * of_row * by for x, by in zip(found, of_outputs, strict=True)]
+            return [x.astype(dtype) for x in scaled]
 
         def along_columns(ref: Any, shape: tuple[int, ...], columns: Any) -> jax.Array:
             """One number a column, for all heads."""
@@ -92,8 +103,8 @@ def rope_and_write(
             return [x.astype(dtype) for x in wide]
 
         own = pl.ds(lax.axis_index("part") * heads, heads)
-        q = read(qkv_ref.at[token, own, pl.ds(0, group)], shapes[0])
-        k, v = (read(qkv_ref.at[token, own, group + i], shapes[1]) for i in range(2))
+        q = read_heads(pl.ds(0, group), shapes[0])
+        k, v = (read_heads(group + i, shapes[1]) for i in range(2))
         if norms_ref is not None or rotation_ref is not None:
             q, k = prepare(q, 0), prepare(k, 1)
         for columns, x in zip(halves, q, strict=True):
@@ -117,5 +128,5 @@ def rope_and_write(
         ),
         kernel_name="rope_and_write",
         interpret=interpret,
-    )(pool_ref, qkv, slot_mapping, rotation, norms)
+    )(pool_ref, qkv, slot_mapping, rotation, norms, scales)
     return q.reshape(tokens, kv_heads * group, head_dim), pool_ref[...]

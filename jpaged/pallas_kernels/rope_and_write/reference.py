@@ -23,7 +23,7 @@ def rope_and_write(
 
 def split_qkv(projection: Projection, norm_eps: float) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`split_qkv` of the package, checked."""
-    qkv, rotation, norms = projection
+    qkv, rotation, norms, _ = projection
     tokens, kv_heads, slots, head_dim = qkv.shape
     q = qkv[:, :, : slots - 2].reshape(tokens, kv_heads * (slots - 2), head_dim)
     k, v = qkv[:, :, slots - 2], qkv[:, :, slots - 1]

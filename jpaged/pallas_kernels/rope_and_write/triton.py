@@ -41,7 +41,7 @@ def rope_and_write(
     kv_scales: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`rope_and_write` of the package, checked."""
-    qkv, rotation, norms = projection
+    qkv, rotation, norms, _ = projection
     num_blocks, _, kv_heads, block_size, head_dim = kv_pool.shape
     tokens, group = qkv.shape[0], qkv.shape[2] - 2
     width = triton.next_power_of_2(head_dim // 2)

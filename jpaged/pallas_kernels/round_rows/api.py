@@ -60,7 +60,8 @@ def round_rows(
         ValueError: an argument does not fit; it is named.
     """
     if isinstance(x, Sums):
-        check.check_array("x.products", x.products, jnp.float32, "R, K", (None, None))
+        kept = jnp.dtype(jnp.bfloat16 if x.products.dtype == jnp.bfloat16 else jnp.float32)
+        check.check_array("x.products", x.products, kept, "R, K", (None, None))
         check.check_array("x.of_rows", x.of_rows, jnp.float32, "R, 1", (x.products.shape[0], 1))
         check.check_array("x.of_outputs", x.of_outputs, jnp.float32, "K", (x.products.shape[1],))
     else:

@@ -11,6 +11,12 @@ ROWS_OF_A_PRODUCT = 16
 """cuBLASLt's FP8 products take multiples of so many rows. XLA pads others before each product and cuts its result."""
 
 
+def type_of_sums(dtype: Any) -> Any:
+    """That a product for results of this dtype keeps its sums in, which are accumulated in float32: bfloat16 has its
+    range, and rounds them as a product in 16 bits would; half the bytes to write and to read. float16 has not."""
+    return jnp.dtype(jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32)
+
+
 def padded(rows: int) -> int:
     """The rows that an array of rounded rows has for so many."""
     return -(-rows // ROWS_OF_A_PRODUCT) * ROWS_OF_A_PRODUCT
@@ -39,7 +45,7 @@ class RoundedRows:
 class Sums:
     """A product of rounded rows: products[m, n] * of_rows[m] * of_outputs[n].
 
-    products: float32 [R, N], and of_rows: float32 [R, 1]; rows from `count` on hold anything.
+    products: [R, N], of `type_of_sums` or float32, and of_rows: float32 [R, 1]; rows from `count` on hold anything.
     of_outputs: float32 [N].
     dtype: that the result is meant for.
     """
@@ -56,7 +62,7 @@ class Sums:
 
     def wide(self) -> jax.Array:
         """float32 [count, N]."""
-        return self.products[: self.count] * self.of_rows[: self.count] * self.of_outputs
+        return self.products[: self.count].astype(jnp.float32) * self.of_rows[: self.count] * self.of_outputs
 
     def array(self) -> jax.Array:
         """[count, N], of its dtype."""

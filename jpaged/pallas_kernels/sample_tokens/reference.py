@@ -53,16 +53,13 @@ def sample_tokens(operands: Operands, shards: Shards | None = None) -> jax.Array
 
 def sample_and_largest(operands: Operands, shards: Shards | None = None) -> tuple[jax.Array, jax.Array]:
     """The same, and each row's largest logit as `without_nan` has it: int32 [R], float32 [R, 1]."""
-    logits, temperature, top_k, top_p, min_p, seeds, positions = operands
+    logits, temperature, top_k, top_p, min_p, _, _ = operands
     rows = logits.shape[0]
     greedy = temperature <= 0
     rate = jnp.where(greedy, 1.0, 1.0 / temperature)[:, None]
     most_likely, highest = argmax(without_nan(logits), shards)
     largest = finite(highest)
-    # The largest is taken off first, so that however low the temperature, the best few tokens stay near zero, where
-    # float32 still tells their noise apart.
-    first = None if shards is None else shards.first(logits.shape[1])
-    scores = (without_nan(logits) - largest) * rate + gumbel(seeds, positions, logits.shape[1], first)
+    scores = _scores(operands, largest, rate, shards)
     if top_k is not None or top_p is not None or min_p is not None:
         top_k = jnp.zeros(rows, jnp.int32) if top_k is None else top_k
         top_p = jnp.ones(rows, jnp.float32) if top_p is None else top_p
@@ -70,6 +67,28 @@ def sample_and_largest(operands: Operands, shards: Shards | None = None) -> tupl
         lowest = lowest_kept(logits, largest, rate, top_k, top_p, min_p)
         scores = jnp.where(logits >= lowest, scores, -_INF)
     return jnp.where(greedy, most_likely, argmax(scores, shards)[0]), highest
+
+
+def scores_of(operands: Operands, shards: Shards | None = None) -> jax.Array:
+    """What a draw without truncation takes the largest of, float32 [R, V]: of rows with a temperature, logit /
+    temperature + noise, less a number of the row; of greedy rows the logits.
+
+    So the largest among any of a row's tokens is the one that would be drawn if no others were left.
+    """
+    logits, temperature = without_nan(operands.logits), operands.temperature
+    greedy = (temperature <= 0)[:, None]
+    rate = jnp.where(greedy, 1.0, 1.0 / temperature[:, None])
+    largest = finite(argmax(logits, shards)[1])
+    return jnp.where(greedy, logits, _scores(operands, largest, rate, shards))
+
+
+def _scores(operands: Operands, largest: jax.Array, rate: jax.Array, shards: Shards | None) -> jax.Array:
+    """Logits over temperature plus noise, less the largest, which keeps the best few tokens near zero however low the
+    temperature: there float32 still tells their noise apart.
+    """
+    logits, width = operands.logits, operands.logits.shape[1]
+    first = None if shards is None else shards.first(width)
+    return (without_nan(logits) - largest) * rate + gumbel(operands.seeds, operands.positions, width, first)
 
 
 def argmax(values: jax.Array, shards: Shards | None = None) -> tuple[jax.Array, jax.Array]:

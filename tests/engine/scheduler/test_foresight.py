@@ -59,6 +59,22 @@ def test_requests_that_wait_are_not_prepared_beyond_a_steps_tokens_however_long_
     engine.run()
 
 
+def test_blocks_of_former_tenants_are_promised_anew_once_the_memory_was_given_back():
+    """A slot that keeps them is promised none of them again, since they are mapped there; asleep they are not."""
+
+    def announced(engine: Engine, names: str) -> int:
+        before = len(engine.plans)
+        engine.add(*(make_request(name, 30, 4) for name in names))
+        engine.run()
+        return sum(len(plan.ahead) for plan in engine.plans[before:])
+
+    engine = engine_with(max_num_batched_tokens=32, enable_prefix_caching=False)
+    at_first = announced(engine, "abc")
+    assert announced(engine, "def") < at_first
+    engine.scheduler.take_memory_anew()
+    assert announced(engine, "ghi") == at_first
+
+
 def test_nothing_is_promised_behind_a_sequences_end():
     engine = engine_with()
     engine.add(make_request("a", 6, 20))

@@ -5,7 +5,7 @@ import pytest
 
 from jpaged.api.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
 from jpaged.api.structured_outputs import StructuredOutputsParams
-from jpaged.engine.interface import NO_TOKEN, FinishCode
+from jpaged.engine.interface import NO_TOKEN, NUM_RANKED, FinishCode
 from jpaged.executor.sampling import sampler
 from tests.executor.sampling.helpers import (
     BAD_WORDS,
@@ -14,6 +14,7 @@ from tests.executor.sampling.helpers import (
     MASKED,
     OUTPUT,
     PROMPT,
+    SAMPLING,
     SLOTS,
     STOPS,
     TRUNCATED,
@@ -73,6 +74,39 @@ def test_a_masked_draw_is_distributed_as_the_allowed_tokens_are_truncation_inclu
     masked = np.full(VOCAB, -np.inf)
     masked[allowed] = logits[allowed]
     assert_distributed_as(slots.draws(logits, MASKED), reference_probabilities(masked, params))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0])
+def test_a_row_ranks_what_it_would_draw_if_the_tokens_before_were_not_allowed(temperature):
+    slots = Slots().start(SamplingParams(temperature=temperature, structured_outputs=CONSTRAINED), 2, seed=7)
+    logits = np.stack([request_logits(seed) for seed in range(64)])
+    logits[:, 30] = logits[:, 31]  # of equal logits the lower id comes first
+    slots.masks = set_masks(slots.masks, np.array([2]), mask_of(*range(VOCAB))[None])
+    rows, positions = np.full(64, 2), np.arange(64)
+    first = slots.sample(logits, rows, positions, MASKED)
+    assert first.ranked.shape == (64, NUM_RANKED)
+    assert (first.ranked[:, 0] == first.token_ids).all()
+    if not temperature:
+        assert first.ranked.tolist() == np.argsort(-logits, axis=1, kind="stable")[:, :NUM_RANKED].tolist()
+    left = logits.copy()
+    for k in range(NUM_RANKED):
+        drawn = slots.sample(left, rows, positions, SAMPLING)
+        assert drawn.token_ids.tolist() == first.ranked[:, k].tolist()
+        left[np.arange(64), drawn.token_ids] = -np.inf
+
+
+def test_what_is_ranked_is_allowed_and_rows_that_truncate_rank_nothing():
+    slots = Slots().start(SamplingParams(temperature=1.0, structured_outputs=CONSTRAINED), 2)
+    slots.start(SamplingParams(temperature=1.0, top_k=8, structured_outputs=CONSTRAINED), 3)
+    slots.start(SamplingParams(temperature=0.0, top_k=8, structured_outputs=CONSTRAINED), 4)  # greedy all the same
+    allowed = [3, 31, 32]
+    slots.masks = set_masks(slots.masks, np.array([2, 3, 4]), np.stack([mask_of(*allowed)] * 3))
+    logits = np.stack([request_logits(seed) for seed in range(64)])
+    ranked = {slot: slots.sample(logits, np.full(64, slot), np.arange(64), MASKED).ranked for slot in (2, 3, 4)}
+    assert (ranked[3] == NO_TOKEN).all()
+    for slot in (2, 4):
+        assert (np.sort(ranked[slot][:, :3], axis=1) == allowed).all()
+        assert (ranked[slot][:, 3:] == NO_TOKEN).all()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from jpaged.api.errors import InvalidParameterError
 from jpaged.api.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_TOKEN_IDS, SamplingParams
-from jpaged.engine.interface import FinishCode, SamplingVariant
+from jpaged.engine.interface import NUM_RANKED, FinishCode, SamplingVariant
 from jpaged.executor.sampling import records as sampling_records
 from jpaged.executor.sampling import sampler
 from jpaged.executor.sampling import state as sampling_state
@@ -20,6 +20,7 @@ from tests.executor.sampling.helpers import (
     BAD_ROWS,
     BEAM,
     FULL,
+    MASKED,
     SAMPLING,
     SLOTS,
     TRUNCATED,
@@ -206,8 +207,9 @@ def test_no_variant_sorts_branches_or_loops_over_the_vocabulary(variant):
     equations = [eqn for inner in _jaxprs(jaxpr.jaxpr) for eqn in inner.eqns]
     assert not {"cond", "while", "scan"} & {eqn.primitive.name for eqn in equations}
     sorts = [eqn for eqn in equations if eqn.primitive.name in ("sort", "top_k", "approx_top_k")]
-    assert all(math.prod(eqn.invars[0].aval.shape) <= 4 * 5 * 128 for eqn in sorts)
-    assert bool(sorts) == (variant in (FULL, BEAM))
+    most = NUM_RANKED if variant == MASKED else 5
+    assert all(math.prod(eqn.invars[0].aval.shape) <= 4 * most * 128 for eqn in sorts)
+    assert bool(sorts) == (variant in (MASKED, FULL, BEAM))
 
 
 def _jaxprs(jaxpr):

@@ -35,9 +35,9 @@ def test_every_program_of_a_step_is_one_cuda_graph_on_an_h200(tmp_path):
 
 
 @pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
-def test_a_layer_in_fp8_is_eleven_launches_in_a_decode_step(tmp_path):
-    """Four products, three times rows rounded with what comes before, attention's output rounded, scales of QKV, RoPE
-    and write, and attention."""
+def test_a_layer_in_fp8_is_ten_launches_in_a_decode_step(tmp_path):
+    """Four products, three times rows rounded with what comes before, attention's output rounded, RoPE and write with
+    the scales of QKV, and attention."""
     script = Path(__file__).with_name("compile_fp8_steps_for_h200.py")
     command = [sys.executable, str(script), str(tmp_path), "2,3", "32"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
@@ -45,4 +45,4 @@ def test_a_layer_in_fp8_is_eleven_launches_in_a_decode_step(tmp_path):
     two, three = (json.loads(line) for line in done.stdout.splitlines())
     assert (two["layers"], three["layers"]) == (2, 3)
     assert two["parts"] == three["parts"] == {"kCommandBuffer": 1}
-    assert three["commands"] - two["commands"] <= 11
+    assert three["commands"] - two["commands"] <= 10

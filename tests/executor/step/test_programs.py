@@ -190,20 +190,25 @@ def test_a_stop_token_ends_the_slot_on_the_device(model, weights, runner):
     assert [int(r.finish_codes[0]) for r in results].count(FinishCode.STOP) == 1
 
 
-@pytest.mark.parametrize("form", ["few", "whole", "again"])
+@pytest.mark.parametrize("form", ["few", "whole", "again", "later"])
 def test_a_slot_whose_guess_was_refused_samples_again_as_if_it_had_had_its_mask(setup, weights, programs, form):
-    """What it guessed had ended it; the slot beside it goes on unmoved, and guesses afterwards."""
+    """What it guessed had ended it; the slot beside it goes on unmoved, and guesses afterwards. Later: another token of
+    what it ranked is allowed, and nothing is sampled again.
+    """
     prompts = [np.arange(3, 9, dtype=np.int32), np.arange(20, 25, dtype=np.int32)]
     sampling = replace(GREEDY, structured_outputs=StructuredOutputsParams(regex="unused"))
+    ranked: list[int] = []
     few = allowed = np.array([5, 31, 32, 63, VOCAB_SIZE - 1], np.int32)
 
-    def run(runner, step, masked, open_slots, slots, chunks=(), starts=(), back=NO_TOKEN, without=()):
+    def run(runner, step, masked, open_slots, slots, chunks=(), starts=(), back=NO_TOKEN, without=(), is_back=True):
         masks = (allowed,) * len(masked) + (np.array([NO_TOKEN, *without], np.int32),) * len(open_slots)
         changed = np.array([*masked, *open_slots], np.int32)
         fields = {"mask_slots": changed, "masks": masks, "mask_tokens": np.full(len(changed), back, np.int32)}
+        fields["mask_backs"] = (fields["mask_tokens"] != NO_TOKEN) & is_back
         decode_slots = np.array(slots, np.int32)
         made = StepPlan(step, SamplingVariant.MASKED, starts=starts, chunks=chunks, decode_slots=decode_slots, **fields)
         result = runner.execute(made).result()
+        ranked[:] = result.ranked[0].tolist()
         return result.token_ids[:, 0].tolist(), result.finish_codes.tolist()
 
     def begun(stop, masked):
@@ -218,7 +223,7 @@ def test_a_slot_whose_guess_was_refused_samples_again_as_if_it_had_had_its_mask(
     runner, ((guess, beside), _) = begun(-2, [])
     mask = np.zeros((32 * -(-VOCAB_SIZE // 32),), np.bool_)
     mask[few] = True
-    if form == "again":  # all but what was guessed
+    if form in ("again", "later"):  # all but what was guessed
         mask = np.arange(len(mask)) != guess
     if form != "few":
         allowed = np.packbits(mask, bitorder="little").view(np.uint32)
@@ -227,6 +232,11 @@ def test_a_slot_whose_guess_was_refused_samples_again_as_if_it_had_had_its_mask(
     assert (expected[1], mask[guess]) == (beside, False)
     runner, (_, codes) = begun(guess, [])
     assert codes[0] == FinishCode.STOP
+    if form == "later":
+        assert ranked[:2] == [guess, expected[0]]
+        then = run(runner, 1, [], [0], [0, 1], back=expected[0], is_back=False)
+        assert then == run(expected_runner, 1, [], [0], [0, 1])
+        return
     masked, open_slots = ([], [0]) if form == "again" else ([0], [])
     again, codes = run(runner, 1, masked, open_slots, [0], back=int(prompts[0][-1]), without=[guess])
     assert (again, codes) == ([expected[0]], [FinishCode.RUNNING])

@@ -41,15 +41,15 @@ def test_tokens_are_those_in_new_buffers_and_take_as_many_as_steps_in_flight_and
 ):
     args, startup = started
     args = replace(args, num_gpu_blocks_override=num_blocks, pipeline_depth=pipeline_depth, preemption_mode="recompute")
-    with mock.patch.object(Runner, "_earlier_tokens", lambda runner, rows: np.zeros((2, rows), np.int32)):
+    with mock.patch.object(Runner, "_earlier_tokens", lambda runner, words, rows: np.zeros((words, rows), np.int32)):
         expected = run(LLMEngine(args, startup), prompts())
     startup.runner._tokens_read.clear()
 
     given = []
     earlier_tokens = Runner._earlier_tokens
 
-    def noted(runner: Runner, rows: int) -> jax.Array | np.ndarray:
-        given.append(earlier_tokens(runner, rows))
+    def noted(runner: Runner, words: int, rows: int) -> jax.Array | np.ndarray:
+        given.append(earlier_tokens(runner, words, rows))
         return given[-1]
 
     monkeypatch.setattr(Runner, "_earlier_tokens", noted)

@@ -38,6 +38,7 @@ def attend(arrays: tuple[jax.Array, ...], rows: slice) -> tuple[jax.Array, jax.A
     return kernel.decode_attention(Operands(q[rows], pool, tables[rows], lens[rows], None), Features(0.125))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("lens", [[4500, 300], [2500]])
 def test_whole_chunks_and_leaves_give_the_same_bits(lens: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     arrays, found = batch(lens, 4, 2, "bfloat16"), []
@@ -48,6 +49,7 @@ def test_whole_chunks_and_leaves_give_the_same_bits(lens: list[int], monkeypatch
     jax.tree.map(np.testing.assert_array_equal, *found)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(("head_dim", "dtype"), [(512, "bfloat16"), (256, "float32")])
 def test_the_largest_heads_are_taken_in_large_groups(head_dim: int, dtype: str) -> None:
     world = make_world(1, [70, 0, 33], kv_heads=1, head_dim=head_dim, block_size=16, dtype=dtype)

@@ -26,6 +26,7 @@ def rounded(x, group=None):
     return np.asarray(values, np.float64) * scales
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("activations", ["dynamic", "none"])
 @pytest.mark.parametrize(
@@ -44,6 +45,7 @@ def test_products_are_those_of_float64_within_rounding(dtype, activations, rows,
     assert np.all(np.abs(y - right) <= terms * (inputs + 8) * 2.0**-24 + abs(right) * 2.0**-bits)
 
 
+@pytest.mark.gpu
 def test_every_e4m3_value_is_widened_exactly():
     values = np.arange(256, dtype=np.uint8)
     values = np.where((values & 0x7F) == 0x7F, 0, values).astype(np.uint8).view(E4M3)
@@ -54,6 +56,7 @@ def test_every_e4m3_value_is_widened_exactly():
         np.testing.assert_array_equal(y[0], values.astype(np.float32))
 
 
+@pytest.mark.gpu
 def test_a_given_scale_rounds_activations_and_parts_of_the_inputs_add_up():
     x, w, scale = operands(2, 24, 4096)
     x = np.asarray(jnp.asarray(x, jnp.bfloat16))

@@ -261,6 +261,7 @@ def test_either_sizes_or_groups_are_given():
         weighted_grouped_product(x, down, None, weights, groups=groups[:1])
 
 
+@pytest.mark.gpu
 @needs_triton
 @pytest.mark.parametrize(
     ("sizes", "shape", "dtype", "activation"),

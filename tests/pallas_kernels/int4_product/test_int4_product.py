@@ -7,14 +7,14 @@ import pytest
 
 from jpaged.pallas_kernels import int4_product
 from jpaged.pallas_kernels.int4_product.reference import dequantized, nvfp4_dequantized, pack
-from tests.pallas_kernels.marks import needs_triton
+from tests.pallas_kernels.marks import needs_triton, runs_triton
 
 SIZES = [(5, 40, 192, 32, True), (1, 24, 256, 128, False), (37, 72, 128, 64, True)]
 """Rows, outputs and inputs, of which no tile has just as many; groups; and whether these have zero points."""
 
 
 BACKENDS = [("xla", jnp.float32, 23), ("xla", jnp.bfloat16, 8), ("xla", jnp.float16, 11)]
-BACKENDS += [pytest.param("triton", dtype, bits, marks=needs_triton) for _, dtype, bits in BACKENDS[1:]]
+BACKENDS += [pytest.param("triton", dtype, bits, marks=runs_triton) for _, dtype, bits in BACKENDS[1:]]
 
 
 def operands(rows, outputs, inputs, group, zeros=True, seed=0):

@@ -14,7 +14,7 @@ from jpaged.pallas_kernels.devices import Device
 from jpaged.pallas_kernels.int4_product.reference import pack
 from jpaged.pallas_kernels.quantized_grouped_product.api import OP
 from jpaged.pallas_kernels.quantized_grouped_product.reference import dequantized
-from tests.pallas_kernels.marks import needs_triton
+from tests.pallas_kernels.marks import needs_triton, runs_triton
 
 SIZES = (3, 0, 18, 1)
 """Rows of each group: none, few, and more than a tile's."""
@@ -47,7 +47,7 @@ CASES = [
 ]
 BACKENDS = [("xla", jnp.float32, 23), ("xla", jnp.bfloat16, 8)]
 BACKENDS += [
-    pytest.param("triton", dtype, bits, marks=needs_triton) for dtype, bits in ((jnp.bfloat16, 8), (jnp.float16, 11))
+    pytest.param("triton", dtype, bits, marks=runs_triton) for dtype, bits in ((jnp.bfloat16, 8), (jnp.float16, 11))
 ]
 
 

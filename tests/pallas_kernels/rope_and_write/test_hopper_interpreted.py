@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jpaged.pallas_kernels.rope_and_write import hopper, reference
 from jpaged.pallas_kernels.rope_and_write.hopper_layout import thread_layout
 from jpaged.pallas_kernels.rope_and_write.projection import Projection
+from jpaged.pallas_kernels.round_rows.operands import Sums
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
@@ -41,6 +42,24 @@ def test_queries_and_a_pool_written_from_a_projection_equal_the_reference(kv_hea
         got, expected = (np.asarray(x.astype(jnp.float32)) for x in (got, expected))
         np.testing.assert_allclose(got, expected, rtol=2**-7, atol=1e-6)
         assert (got == expected).mean() > 0.99  # a sum in another order moves a rounding here and there
+
+
+@pytest.mark.parametrize("kept", [jnp.bfloat16, jnp.float32])
+def test_scales_of_a_product_are_multiplied_on_the_way(kept):
+    rng = np.random.default_rng(1)
+
+    def normal(*shape, dtype=jnp.float32):
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    pool, angles = normal(6, 2, 2, 16, 32, dtype=jnp.bfloat16), normal(3, 16)
+    scales = jnp.exp(normal(16, 1)).at[3:].set(jnp.nan), jnp.exp(normal(2 * 5 * 32))  # rows of padding hold anything
+    sums = Sums(normal(16, 2 * 5 * 32, dtype=kept), *scales, 3, jnp.dtype(jnp.bfloat16))
+    rotation, slots = (jnp.cos(angles), jnp.sin(angles)), jnp.asarray([17, -1, 33], jnp.int32)
+    plain = Projection(sums.array().reshape(3, 2, 5, 32), rotation, None)
+    given = Projection(sums.products.reshape(16, 2, 5, 32), rotation, None, (scales[0], scales[1].reshape(2, 5, 32)))
+    run = jax.jit(lambda *a: hopper.rope_and_write(*a, norm_eps=1e-6, interpret=INTERPRET))
+    for got, expected in zip(run(pool, given, slots), run(pool, plain, slots), strict=True):
+        np.testing.assert_array_equal(got.astype(jnp.float32), expected.astype(jnp.float32))
 
 
 def test_as_many_threads_as_can_share_an_array_and_cover_it():

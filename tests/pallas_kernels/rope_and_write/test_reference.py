@@ -1,5 +1,7 @@
 """A projection's output split, normed, rotated and written on every backend, against float64 numpy."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.pallas_kernels import rope_and_write, split_qkv
+from jpaged.pallas_kernels.round_rows.operands import Sums
 from tests.pallas_kernels.marks import over_backends
 from tests.pallas_kernels.paged import TOLERANCE
 
@@ -122,3 +125,15 @@ def test_writing_from_a_projection_does_not_copy_a_donated_pool(dtype):
     pool_bytes = int(np.prod(pool.shape)) * jnp.dtype(dtype).itemsize
     assert memory.alias_size_in_bytes == pool_bytes
     assert memory.temp_size_in_bytes < pool_bytes / 10
+
+
+def test_sums_whose_scales_are_to_be_multiplied_are_the_array_that_they_stand_for():
+    rng = np.random.default_rng(0)
+    arrays = (jnp.asarray(rng.uniform(0.5, 2, shape), jnp.float32) for shape in ((16, 96), (16, 1), 96))
+    sums = Sums(*arrays, 3, jnp.dtype(jnp.bfloat16))
+    pool, slots = jnp.zeros((4, 2, 2, 8, 16), jnp.bfloat16), jnp.asarray([9, -1, 20], jnp.int32)
+    found = rope_and_write(pool, sums, slots, backend="xla")
+    for got, right in zip(found, rope_and_write(pool, sums.array().reshape(3, 2, 3, 16), slots), strict=True):
+        np.testing.assert_array_equal(wide(got), wide(right))
+    with pytest.raises(ValueError, match="qkv must have whole heads of 16 for 2 KV heads, got 80 columns"):
+        rope_and_write(pool, replace(sums, products=sums.products[:, :80]), slots)

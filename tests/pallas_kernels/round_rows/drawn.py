@@ -1,6 +1,6 @@
 """Rows to round, what they should become by numpy in float64, and how near that must be."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,12 +15,13 @@ E4M3 = ml_dtypes.float8_e4m3fn
 
 @dataclass(frozen=True)
 class Case:
-    """What of `round_rows` is asked for. depth: of the result."""
+    """What of `round_rows` is asked for. depth: of the result. kept: type of the products of sums."""
 
     rows: int = 5
     depth: int = 1024
     dtype: Any = jnp.bfloat16
     sums: bool = False
+    kept: Any = jnp.float32
     residual: bool = False
     norm: Any = None
     activation: str | None = None
@@ -33,8 +34,8 @@ CASES = [
     Case(rows=17, given=0.25),
     Case(upper_bound=2.0, dtype=jnp.float32, residual=True),
     Case(residual=True, norm=jnp.float32, sums=True, dtype=jnp.float16),
-    Case(rows=1, residual=True, norm=jnp.bfloat16, sums=True),
-    Case(activation="silu", sums=True),
+    Case(rows=1, residual=True, norm=jnp.bfloat16, sums=True, kept=jnp.bfloat16),
+    Case(activation="silu", sums=True, kept=jnp.bfloat16),
     Case(activation="gelu", dtype=jnp.float32),
     Case(activation="gelu_tanh", given=0.01, sums=True),
 ]
@@ -57,6 +58,7 @@ def operands(case: Case, seed: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]
         products[0] = 0
         arrays = (jnp.asarray(array) for array in (products, of_rows, np.exp(normal(width)) * 0.1))
         x = Sums(*arrays, case.rows, jnp.dtype(case.dtype))
+        x = replace(x, products=x.products.astype(case.kept))
     else:
         values = normal(case.rows, width) * np.exp(normal(case.rows, 1))
         values[0] = 0

@@ -16,12 +16,14 @@ from jpaged.pallas_kernels.round_rows.api import OP
 from tests.pallas_kernels.round_rows.drawn import CASES, Case, check, operands
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", [*CASES, Case(depth=200, norm=jnp.bfloat16, residual=True)], ids=str)
 def test_the_kernel_rounds_rows_as_float64_says(case):
     arguments, options = operands(case)
     check(case, arguments, triton.round_rows(*arguments, **options))
 
 
+@pytest.mark.gpu
 def test_what_is_not_finite_shows_in_the_scale_of_its_row_alone():
     x = jnp.ones((3, 300)).at[1, 7].set(jnp.nan)
     rows, _ = round_rows(x, upper_bound=3.0, backend="triton")

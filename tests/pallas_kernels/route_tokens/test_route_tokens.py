@@ -143,6 +143,7 @@ def test_ties_zeros_and_logits_that_are_no_numbers_are_as_in_xla(choice, tokens,
     check_rows(found, logits, choice, np.ones(tokens, bool), 0, 64, 64)
 
 
+@pytest.mark.gpu
 @needs_triton
 @pytest.mark.parametrize("tokens", [3, 70])
 def test_a_sparse_layer_on_rows_that_kernels_sorted_is_that_of_xla(tokens):

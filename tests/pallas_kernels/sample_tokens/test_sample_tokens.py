@@ -15,7 +15,11 @@ hopper_draws = jax.jit(lambda *arguments: sample_tokens(*arguments, backend="hop
 triton_draws = jax.jit(lambda *arguments: sample_tokens(*arguments, backend="triton"))
 
 on_gpus_of_its_own = pytest.mark.parametrize(
-    "kernel", [pytest.param(hopper_draws, marks=on_gpu), pytest.param(triton_draws, marks=on_gpu_with_triton)]
+    "kernel",
+    [
+        pytest.param(hopper_draws, marks=(on_gpu, pytest.mark.gpu)),
+        pytest.param(triton_draws, marks=(on_gpu_with_triton, pytest.mark.gpu)),
+    ],
 )
 
 
@@ -98,14 +102,36 @@ def test_the_kernel_draws_what_sorting_draws(seed, vocab):
     )
 
 
+@pytest.mark.gpu
 @needs_triton
-@pytest.mark.parametrize(("seed", "vocab"), [(2, 700), (3, 130), (7, 9000)])
+@pytest.mark.parametrize(("seed", "vocab"), [(2, 700), (3, 130)])
 def test_triton_s_kernels_draw_what_sorting_draws(seed, vocab):
     arguments = draw_batch(seed, 24, vocab)
     np.testing.assert_array_equal(triton_draws(*arguments), expected_tokens(*arguments))
     np.testing.assert_array_equal(
         triton_draws(*without_truncation(arguments)), expected_tokens(*keeping_all(arguments))
     )
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.parametrize("seed", [7, 8])
+def test_triton_s_kernels_split_a_row_over_many_programs(seed):
+    from jpaged.pallas_kernels.sample_tokens import triton
+    from jpaged.pallas_kernels.sample_tokens.operands import Operands
+
+    rng = np.random.default_rng(seed)
+    logits, temperature, _, _, min_p, seeds, positions = draw_batch(seed, 12, 1400)
+    logits[:8] = rng.normal(size=(8, 1400)) * rng.uniform(0.3, 3, (8, 1))
+    logits[0] = np.round(logits[0])
+    top_p = np.tile([0.1, 0.5, 0.9, 0.98], 3).astype(np.float32)
+    whole = (np.zeros(12, np.int32), np.ones(12, np.float32), 0 * min_p, seeds, positions)
+    arguments = (logits, temperature, whole[0], top_p, *whole[2:])
+    expected = expected_tokens(*arguments)
+    np.testing.assert_array_equal(triton.sample_tokens(Operands(*arguments), tile=64, part=128), expected)
+    refused = expected != expected_tokens(logits, temperature, *whole)
+    assert refused[:8].any()  # rows whose first draw is not kept,
+    assert not refused[:8].all()  # and others
 
 
 def test_no_rows_give_no_tokens():

@@ -67,6 +67,7 @@ def test_a_step_is_that_of_the_definition(backend, dtype):
     check(*found, *right, dtype)
 
 
+@pytest.mark.gpu
 @needs_triton
 def test_a_kernels_step_of_many_lines_and_columns_that_are_no_powers_of_two():
     rng = np.random.default_rng(3)

@@ -1,0 +1,121 @@
+"""Measures tile configurations of the Triton products with quantized weights on this GPU, for the tables in
+`jpaged/pallas_kernels/{fp8_product,int4_product}/triton.py`.
+
+    python benchmarks/product_tiles.py weights --rows 8 --json tiles.json
+
+    weights    FP8 weights, rows in bfloat16
+    both       FP8 weights, rows that are in FP8 already
+    int4       4-bit weights in groups of 128, rows in bfloat16
+
+Microseconds of each product of an 8B model in each configuration, beside the floor of its bytes; one JSON line each.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product as product_of
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jpaged.bench import kernels
+from jpaged.bench.kernel_cases import products
+from jpaged.bench.kernel_cases.case import L2_BYTES, normal
+from jpaged.pallas_kernels.fp8_product import triton as fp8
+from jpaged.pallas_kernels.int4_product import triton as int4
+
+Config = fp8.Config | int4.Config
+_FORMS = {"weights": "FP8 weights", "both": "rounded FP8", "int4": "4 bits"}
+
+
+def configs(kind: str, rows: int) -> Sequence[Config]:
+    """Candidates."""
+    tile = max(16, min(64, rows))
+    if kind == "int4":
+        cut = [(32, 4, 6), (64, 4, 4), (64, 4, 8), (64, 8, 4), (128, 4, 4), (128, 8, 4), (128, 8, 6)]
+        return [int4.Config(tile, *one) for one in cut] + [int4.Config(tile, 64, 4, 6, splits) for splits in (1, 2)]
+    shapes = [(64, 128, 4, 5), (64, 128, 4, 8), (64, 256, 4, 3), (64, 256, 4, 5), (128, 128, 4, 4), (128, 128, 8, 5)]
+    shapes += [(32, 256, 4, 4), (64, 64, 4, 8)]
+    found: list[Config] = [fp8.Config(outputs, tile, depth, *others) for outputs, depth, *others in shapes]
+    return found + [fp8.Config(64, tile, 128, 4, 6, splits) for splits in (1, 2, 4)]
+
+
+def operands(kind: str, rows: int, outputs: int, inputs: int) -> tuple[list[Any], list[Any], jax.Array]:
+    """Rows, as many weights as exceed an L2 cache, and their scales."""
+    bits = 4 if kind == "int4" else 8
+    copies = max(2, min(32, -(-L2_BYTES // (outputs * inputs * bits // 8))))
+    values = [normal(i, (outputs, inputs), jnp.bfloat16) for i in range(copies)]
+    if kind == "int4":
+        weights = [lax.bitcast_convert_type(x, jnp.uint8)[..., 0][:, : inputs // 2] for x in values]
+    else:
+        weights = [(x * 64).astype(jnp.float8_e4m3fn) for x in values]
+    scale = jnp.full((outputs, inputs // 128 if kind == "int4" else 1), 0.01, jnp.float32)
+    kept = jnp.float8_e4m3fn if kind == "both" else jnp.bfloat16
+    return [normal(100 + i, (rows, inputs), jnp.bfloat16).astype(kept) for i in range(copies)], weights, scale
+
+
+def product(kind: str, config: Config, rows: int) -> Callable[..., jax.Array]:
+    if kind == "int4":
+        return lambda x, w, scale: int4.int4_product(x, w, scale, None, None, group=128, dtype=x.dtype, config=config)
+    options: dict[str, Any] = {"dtype": jnp.bfloat16, "config": config}
+    if kind == "both":
+        ones = jnp.ones((rows, 1))
+        return lambda x, w, scale: fp8.product_of_rounded(x, ones, w, scale, count=rows, **options)
+    options |= {"group": None, "activations": "none", "upper_bound": None}
+    return lambda x, w, scale: fp8.fp8_product(x, w, scale, None, **options)
+
+
+def figure(kind: str, config: Config, given: tuple[list[Any], list[Any], jax.Array]) -> float:
+    """Microseconds."""
+    multiply = product(kind, config, given[0][0].shape[0])
+    program = jax.jit(lambda x, w, scale: [multiply(*pair, scale) for pair in zip(x, w, strict=True)])
+    seconds, _ = kernels.measure(lambda: (program, given, len(given[0]), 1.0), repeats=3)
+    return 1e6 * statistics.median(seconds)
+
+
+def measured(kind: str, layer: str, rows: int) -> Iterator[dict[str, Any]]:
+    """A line for each configuration."""
+    outputs, inputs = products.PRODUCTS[layer]
+    floor = products.product_floor_us(_FORMS[kind], rows, outputs, inputs)
+    given = operands(kind, rows, outputs, inputs)
+    first = given[0][0], given[1][0], given[2]
+
+    def lower(config: Config) -> None:  # jax-triton keeps what it compiles
+        jax.jit(product(kind, config, rows)).lower(*first)
+
+    with ThreadPoolExecutor(12) as pool:
+        lowered = {config: pool.submit(partial(lower, config)) for config in configs(kind, rows)}
+    for config, done in lowered.items():
+        line: dict[str, Any] = {"layer": layer, "rows": rows, "config": str(config), "floor_us": round(floor, 1)}
+        try:
+            done.result()
+            line["us"] = round(figure(kind, config, given), 2)
+        except Exception as error:
+            line["error"] = f"{type(error).__name__}: {error}"[:200]
+        yield line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=_FORMS)
+    parser.add_argument("--rows", type=int, action="append", help="may be repeated (default: 8)")
+    parser.add_argument("--layer", action="append", choices=products.PRODUCTS, help="default: all")
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+    kernels._BATCH_S = 0.01
+    layers, figures = options.layer or list(products.PRODUCTS), []
+    for layer, rows in product_of(layers, options.rows or [8]):
+        for line in measured(options.kind, layer, rows):
+            figures.append(line)
+            print(json.dumps(line), flush=True)
+    options.json.write_text(json.dumps({"kind": options.kind, "figures": figures}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

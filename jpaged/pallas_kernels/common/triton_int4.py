@@ -1,0 +1,42 @@
+"""4-bit integers in Triton kernels: two in a byte, to 16-bit floats."""
+
+import triton
+import triton.language as tl
+
+_EIGHT = tl.constexpr("""
+{
+    .reg .b32 a, b, c, d, one, less;
+    mov.b32 one, 0x3F803F80;
+    mov.b32 less, 0xC308C308;
+    prmt.b32 a, $4, 0, 0x4140;
+    prmt.b32 b, $4, 0, 0x4342;
+    shr.b32 c, a, 4;
+    shr.b32 d, b, 4;
+    lop3.b32 a, a, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 b, b, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 d, d, 0x000F000F, 0x43004300, 0xEA;
+    fma.rn.bf16x2 $0, a, one, less;
+    fma.rn.bf16x2 $1, b, one, less;
+    fma.rn.bf16x2 $2, c, one, less;
+    fma.rn.bf16x2 $3, d, one, less;
+}
+""")
+"""Four bytes to eight bfloat16: each becomes the lower one of 16 bits. Four bits put below the digits of 128 make it
+larger by their value, two at a time, and 136 is taken away: a third of the instructions of conversions."""
+
+
+@triton.jit
+def halves(packed, DTYPE: tl.constexpr, FOURS: tl.constexpr):
+    """uint8 -> the lower and the upper four bits, less 8, both of DTYPE, tl.bfloat16 or tl.float16.
+
+    FOURS: four neighbours of a thread at a time, in bfloat16. On GPUs alone.
+    """
+    if FOURS:
+        lower, upper = tl.inline_asm_elementwise(
+            _EIGHT, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    else:
+        lower = ((packed & 15).to(tl.float32) - 8.0).to(DTYPE)
+        upper = ((packed >> 4).to(tl.float32) - 8.0).to(DTYPE)
+    return lower, upper

@@ -1,0 +1,1 @@
+"""Products of rows that are rounded to FP8, with weights in FP8."""

@@ -1,0 +1,172 @@
+"""What the kernels of `triton.py` and `triton_share.py` do with a row of logits: noise, thresholds, and passes over
+listed groups of tokens."""
+
+import math
+
+import triton
+import triton.language as tl
+
+_INF: tl.constexpr = tl.constexpr(math.inf)
+_LARGEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
+_LN2: tl.constexpr = tl.constexpr(math.log(2))
+_NO_TOKEN: tl.constexpr = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def without_nan(x):
+    """NaN becomes minus infinity and plus infinity the largest float."""
+    return tl.where(x == x, tl.minimum(x, _LARGEST), -_INF)
+
+
+@triton.jit
+def uniform(ids, key0, key1):
+    """`noise.uniform`."""
+    bits = _mix(_mix(ids.to(tl.uint32) * 0x9E3779B9 + key0) ^ key1)
+    return tl.minimum(bits.to(tl.float32) * 2.0**-32 + 2.0**-33, 1 - 2.0**-24)
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def gumbel(uniform):
+    """Gumbel noise times log2(e), from `noise.uniform`'s numbers; within 1e-5 of `noise.gumbel`'s.
+
+    The hardware's logarithm is off by 2^-22 absolute near 1, too much for -log(1 - u) of a small u, which makes the
+    largest noise: u + u^2 / 2 + u^3 / 3 + ... takes over there.
+    """
+    series = uniform * (1 / 6) + (1 / 5)
+    series = series * uniform + (1 / 4)
+    series = series * uniform + (1 / 3)
+    series = series * uniform + (1 / 2)
+    series = series * uniform + 1
+    return -tl.log2(tl.where(uniform < 1 / 16, series * uniform, tl.log2(1.0 - uniform) * -_LN2))
+
+
+@triton.jit
+def _image(x):
+    """An int32 that is ordered as the floats are."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _of_image(image):
+    image = image.to(tl.int32)
+    return (image ^ ((image >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def below(x):
+    """The next number down, so that x is above it, zero above all negative ones; minus infinity stays."""
+    down = _image(tl.where(x == 0, -0.0, x)) - 1
+    return tl.where(x == -_INF, x, _of_image(down))
+
+
+@triton.jit
+def _pivots(low, high):
+    """Three images between two, int64, that cut the gap in four; equal ones where it is narrow."""
+    gap = high - low
+    quarter = tl.maximum(gap >> 2, 1)
+    return low + quarter, low + tl.minimum(2 * quarter, gap), low + tl.minimum(3 * quarter, gap)
+
+
+@triton.jit
+def _narrowed(low, high, count, k, counts, first, second, third):
+    """The bracket (low, high) of the k-th largest number, and how many are above low, after a look at three pivots.
+
+    counts: of the numbers above each of them, packed 20 bits each, the first pivot's lowest.
+    """
+    of_first, of_second, of_third = counts & 0xFFFFF, (counts >> 20) & 0xFFFFF, counts >> 40
+    high = tl.where(of_third < k, third, high)
+    high = tl.where(of_second < k, second, high)
+    high = tl.where(of_first < k, first, high)
+    low, count = tl.where(of_first >= k, first, low), tl.where(of_first >= k, of_first, count)
+    low, count = tl.where(of_second >= k, second, low), tl.where(of_second >= k, of_second, count)
+    low, count = tl.where(of_third >= k, third, low), tl.where(of_third >= k, of_third, count)
+    return low, high, count
+
+
+@triton.jit
+def _packed_counts(x, first, second, third):
+    """How many of x are above each of three images, packed as `_narrowed` takes them: int64, of x's shape."""
+    ones = (x > _of_image(first)).to(tl.int64) + ((x > _of_image(second)).to(tl.int64) << 20)
+    return ones + ((x > _of_image(third)).to(tl.int64) << 40)
+
+
+@triton.jit
+def floor_of_groups(highest, top, k):
+    """A logit that at least k, and not many more, of the groups exceed; minus infinity where fewer do."""
+    low = _image(tl.full((), -_INF, tl.float32)).to(tl.int64)
+    high = _image(top).to(tl.int64)
+    count = tl.full((), 0x7FFFFFFF, tl.int64)
+    while (high - low > 1) & (count > k + k // 4):
+        first, second, third = _pivots(low, high)
+        counts = tl.sum(_packed_counts(highest, first, second, third), axis=0)
+        low, high, count = _narrowed(low, high, count, k, counts, first, second, third)
+    return _of_image(low)
+
+
+@triton.jit
+def floor_of_tokens(logits, listed, count, floor, top, k, VOCAB: tl.constexpr, GROUP: tl.constexpr, PASS: tl.constexpr):
+    """The logit above which are the k largest, and those tied with the last of them. At least k are above `floor`, if
+    there are as many."""
+    low, high = _image(floor).to(tl.int64), _image(top).to(tl.int64)
+    found = tl.full((), -1, tl.int64)
+    while (high - low > 1) & (found != k):
+        first, second, third = _pivots(low, high)
+        counts = tl.zeros((PASS, GROUP), tl.int64)
+        for i in range(0, count, PASS):
+            x, _ = _load_groups(logits, listed, count, i, VOCAB, GROUP, PASS)
+            counts += _packed_counts(x, first, second, third)
+        low, high, found = _narrowed(low, high, found, k, tl.sum(counts), first, second, third)
+    return _of_image(low)
+
+
+@triton.jit
+def list_groups(highest, listed, floor):
+    """Lists the groups that have a logit above the floor. Returns how many they are."""
+    has = (highest > floor).to(tl.int32)
+    tl.debug_barrier()  # all have read the list before
+    tl.store(listed + tl.cumsum(has, axis=0) - has, tl.arange(0, highest.shape[0]), mask=has != 0)
+    tl.debug_barrier()  # all see this one
+    return tl.sum(has, axis=0)
+
+
+@triton.jit
+def _load_groups(logits, listed, count, i, VOCAB: tl.constexpr, GROUP: tl.constexpr, PASS: tl.constexpr):
+    """Logits and token ids of the listed groups from the i-th on: [PASS, GROUP]; minus infinity where there is none."""
+    place = i + tl.arange(0, PASS)
+    group = tl.load(listed + place, mask=place < count, other=0)
+    at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = tl.load(logits + at, mask=(place < count)[:, None] & (at < VOCAB), other=-_INF)
+    return without_nan(x), at
+
+
+@triton.jit
+def mass_above(logits, listed, count, floor, top, rate, VOCAB: tl.constexpr, GROUP: tl.constexpr, PASS: tl.constexpr):
+    """The mass of the tokens above the floor, all of which are in listed groups."""
+    masses = tl.zeros((PASS, GROUP), tl.float32)
+    for i in range(0, count, PASS):
+        x, _ = _load_groups(logits, listed, count, i, VOCAB, GROUP, PASS)
+        masses += tl.where(x > floor, tl.exp2((x - top) * rate), 0.0)
+    return tl.sum(masses)
+
+
+@triton.jit
+def draw(
+    logits, listed, count, floor, top, rate, key0, key1, VOCAB: tl.constexpr, GROUP: tl.constexpr, PASS: tl.constexpr
+):
+    """The token with the best score among those above the floor, all of which are in listed groups."""
+    best = tl.full((PASS, GROUP), -_INF, tl.float32)
+    token = tl.zeros((PASS, GROUP), tl.int32)
+    for i in range(0, count, PASS):
+        x, at = _load_groups(logits, listed, count, i, VOCAB, GROUP, PASS)
+        score = tl.where(x > floor, (x - top) * rate + gumbel(uniform(at, key0, key1)), -_INF)
+        token = tl.where(score > best, at, token)
+        best = tl.maximum(best, score)
+    return tl.min(tl.where(best == tl.max(best), token, _NO_TOKEN))

@@ -1,0 +1,211 @@
+"""Follows grammars for an engine's thread, which never waits for it; as `jpaged.engine.constraints.mask_maker.Maker`.
+
+    put(job)    its parts go to the shards that have their guides
+    take()      what a shard has answered: where guides stand, or masks
+
+The engine's thread writes to the shards and reads their answers itself: a thread in between would have to get Python's
+lock for each, while the engine's holds it for milliseconds. Only sequences whose processes have ended are taken up by a
+thread.
+"""
+
+import queue
+import select
+import socket
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from jpaged.text.grammar_guides import Guide, follow_message
+from jpaged.text.grammar_process import Followed, Made, Place
+from jpaged.text.grammar_shards import Processes, Shard, changed
+
+
+class Follows(Protocol):
+    """`GrammarCompiler`."""
+
+    def knows(self, guide: Guide) -> bool: ...
+    def advance(
+        self, guides: Sequence[Guide], tokens: np.ndarray, guessed: Sequence[bool], last: Sequence[int]
+    ) -> Sequence[Place]: ...
+    def make_masks(
+        self, guides: Sequence[Guide], before: Sequence[np.ndarray | None]
+    ) -> Sequence["np.ndarray | str"]: ...
+
+
+class Part(NamedTuple):
+    """A shard's part of a job, or what is to be taken up in other processes; as `mask_maker.Job`."""
+
+    slots: list[int]
+    guides: list[Guide]
+    tokens: np.ndarray
+    guessed: list[bool]
+    last: list[int]
+    before: list[np.ndarray | None]
+
+
+class Answer(NamedTuple):
+    """As `mask_maker.Result`."""
+
+    slots: list[int]
+    places: Sequence[Place] | None
+    masks: "Sequence[np.ndarray | str] | None"
+
+
+class Follower:
+    """Asks the shards of a `GrammarCompiler`."""
+
+    def __init__(self, compiler: Follows) -> None:
+        self._compiler = compiler
+        self._processes: weakref.WeakSet[Processes] = weakref.WeakSet()
+        self._answers: deque[Answer] = deque()
+        self._late: queue.SimpleQueue[Answer | BaseException] = queue.SimpleQueue()
+        self._to_revive: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._woken, self._wakes = socket.socketpair()
+        self._wakes.setblocking(False)
+        weakref.finalize(self, self._to_revive.put, None)
+
+    def put(self, job: Any) -> None:
+        """Hands over a job."""
+        by_shard: dict[Shard, list[int]] = {}
+        ended: list[int] = []
+        for i, guide in enumerate(job.guides):
+            if self._compiler.knows(guide):
+                by_shard.setdefault(guide.shard, []).append(i)
+            else:
+                ended.append(i)
+        for shard, some in by_shard.items():
+            self._ask(shard, _part(job, some))
+        if ended:
+            self._revive(_part(job, ended))
+
+    def wake(self) -> None:
+        """Has `has_news` say yes, and ends a `wait`. Any thread may call it."""
+        with suppress(OSError):
+            self._wakes.send(b"\0")
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take_all` has something, or `wake` was called since."""
+        return self._wait(0)
+
+    def wait(self, seconds: float) -> None:
+        """Until there are news, at most so long."""
+        self._wait(seconds)
+
+    def take_all(self, waits: bool = False) -> list[Answer]:
+        """What has come. Raises what following the grammars raised. waits: for something."""
+        with suppress(BlockingIOError):
+            self._woken.recv(4096, socket.MSG_DONTWAIT)
+        while True:
+            self._pump()
+            answers = list(self._answers)
+            self._answers.clear()
+            while not self._late.empty():
+                late = self._late.get()
+                if isinstance(late, BaseException):
+                    raise late
+                answers.append(late)
+            if answers or not waits:
+                return answers
+            self._wait(1.0)
+
+    def close(self) -> None:
+        """Ends its thread."""
+        self._to_revive.put(None)
+
+    def _wait(self, seconds: float) -> bool:
+        if self._answers or not self._late.empty():
+            return True
+        poll = select.poll()
+        poll.register(self._woken, select.POLLIN)
+        for processes in self._processes:
+            for shard in processes.shards:
+                if shard.is_awaited and shard.sock.fileno() >= 0:
+                    poll.register(shard.sock, select.POLLIN)
+                elif shard.is_awaited:
+                    return True
+        return bool(poll.poll(1e3 * seconds))
+
+    def _pump(self) -> None:
+        for processes in list(self._processes):
+            for shard in processes.shards:
+                if shard.is_awaited:
+                    shard.pump()
+            if not processes.is_alive:
+                self._processes.discard(processes)
+                for shard in processes.shards:
+                    shard.fail()
+
+    def _ask(self, shard: Shard, part: Part) -> None:
+        answers = self._answers
+        waiting: deque[int] = deque()
+        told: list[bool] = []
+        tokens = part.tokens.tolist()
+
+        def answer(message: Followed | Made | None) -> bool:
+            if isinstance(message, Followed):
+                told.append(True)
+                for i, (guide, place) in enumerate(zip(part.guides, message.places, strict=True)):
+                    guide.note(tokens[i], place)
+                    if place.needs_mask and not place.failure:
+                        waiting.append(i)
+                answers.append(Answer(part.slots, message.places, None))
+            elif message is not None:
+                some = [waiting.popleft() for _ in message.masks]
+                masks = [changed(made, part.before[i]) for i, made in zip(some, message.arrays, strict=True)]
+                answers.append(Answer([part.slots[i] for i in some], None, masks))
+            elif told:
+                self._revive(_part(part, list(waiting))._replace(tokens=part.tokens[:0]))
+            else:
+                self._revive(part)
+            return message is None or not waiting
+
+        processes = part.guides[0].grammar.process
+        self._processes.add(processes)
+        shard.ask(follow_message(part.guides, part.tokens, part.guessed, part.last), answer)
+
+    def _revive(self, part: Part) -> None:
+        """Has sequences taken up in other processes."""
+        if self._thread is None:
+            arguments = (self._compiler, self._to_revive, self._late, self._wakes)
+            self._thread = threading.Thread(target=_revive, args=arguments, name="jpaged-grammars", daemon=True)
+            self._thread.start()
+        self._to_revive.put(part)
+
+
+def _part(job: Any, some: list[int]) -> Part:
+    slots, guides, guessed, last, before = (
+        [column[i] for i in some] for column in (job.slots, job.guides, job.guessed, job.last, job.before)
+    )
+    return Part(slots, guides, job.tokens[some], guessed, last, before)
+
+
+def _revive(
+    compiler: Follows,
+    parts: "queue.SimpleQueue[Part | None]",
+    late: "queue.SimpleQueue[Answer | BaseException]",
+    wakes: socket.socket,
+) -> None:
+    """In a thread, which knows nothing of who made it: until there is no part but None. A part without tokens has been
+    moved past them, and waits for masks.
+    """
+    while (part := parts.get()) is not None:
+        try:
+            waiting = list(range(len(part.slots)))
+            if len(part.tokens):
+                places = compiler.advance(part.guides, part.tokens, part.guessed, part.last)
+                late.put(Answer(part.slots, places, None))
+                waiting = [i for i, place in enumerate(places) if place.waits]
+            if waiting:
+                masks = compiler.make_masks([part.guides[i] for i in waiting], [part.before[i] for i in waiting])
+                late.put(Answer([part.slots[i] for i in waiting], None, masks))
+        except BaseException as error:  # raised again where the answers are read
+            late.put(error)
+        with suppress(OSError):
+            wakes.send(b"\0")

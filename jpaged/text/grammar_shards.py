@@ -1,0 +1,216 @@
+"""An engine's end of the processes that follow grammars (`grammar_process.py`).
+
+    Processes --+-- Shard: its sequences; questions to it, and answers that are on their way, in order
+                +-- Shard
+                '-- compilers: sockets on which constraints are compiled, of all shards in turn
+
+A shard answers in the order in which it is asked. Whoever asks says what is to be done with the answer, and `pump` does
+it once the answer is there: the engine's thread asks all shards and goes on, and waits for none.
+"""
+
+import os
+import select
+import socket
+import struct
+import subprocess
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from jpaged.api.structured_outputs import StructuredOutputsParams
+from jpaged.text import grammar_process
+from jpaged.text.frames import read_frame, write_frame
+from jpaged.text.grammar_process import Compile, Compiled, Followed, Made, Start
+from jpaged.text.helper_process import start_helper
+
+NUM_COMPILERS = 6
+"""Threads that compile at a time: four for new constraints, one that takes sequences up, and the engine's."""
+_LENGTH = struct.Struct("<I")
+_decode = msgspec.msgpack.Decoder(Followed | Made).decode
+_encode = msgspec.msgpack.encode
+
+Answer = Callable[["Followed | Made | None"], bool]
+"""Takes an answer, None if there will be none. False: another one follows."""
+
+
+class Shard:
+    """One of the processes.
+
+    ended, forgotten: numbers of guides and grammars that are no more, of which it is told with the next message.
+    num_live: guides that it follows. lock: held by who asks or takes answers.
+    """
+
+    def __init__(self, processes: "Processes", sock: socket.socket) -> None:
+        self._processes = weakref.ref(processes)
+        self.sock = sock
+        self.lock = threading.RLock()
+        self.ended: deque[int] = deque()
+        self.forgotten: deque[int] = deque()
+        self.num_live = 0
+        self._buffer = bytearray()
+        self._expected: deque[Answer] = deque()
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether answers are on their way."""
+        return bool(self._expected)
+
+    def ask(self, message: object, answer: Answer) -> None:
+        """Sends a message, and says what is to be done with its answers."""
+        with self.lock:
+            self._expected.append(answer)
+            try:
+                write_frame(self.sock, _encode(message))
+            except OSError:
+                self.fail()
+
+    def pump(self, waits: bool = False) -> None:
+        """Takes answers that have come; waits: for one at least."""
+        with self.lock:
+            while self._expected:
+                try:
+                    part = self.sock.recv(1 << 18, 0 if waits and not self._has_frame() else socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    part = None
+                except OSError:
+                    part = b""
+                if part == b"":
+                    self.fail()
+                    return
+                if part:
+                    self._buffer += part
+                took = self._take_frames()
+                if took or not waits:
+                    return
+
+    def fail(self) -> None:
+        """The process has ended: no answer will come."""
+        processes = self._processes()
+        if processes is not None:
+            processes.is_alive = False
+        with self.lock:
+            expected, self._expected = self._expected, deque()
+            for answer in expected:
+                answer(None)
+
+    def _has_frame(self) -> bool:
+        return len(self._buffer) >= 4 and len(self._buffer) >= 4 + _LENGTH.unpack_from(self._buffer)[0]
+
+    def _take_frames(self) -> bool:
+        took = False
+        while self._expected and self._has_frame():
+            end = 4 + _LENGTH.unpack_from(self._buffer)[0]
+            message = _decode(memoryview(self._buffer)[4:end])
+            del self._buffer[:end]
+            took = True
+            answer = self._expected.popleft()
+            if not answer(message):
+                self._expected.appendleft(answer)
+        return took
+
+
+class Processes:
+    """The shards of one start. One that ends takes the others along.
+
+    Args:
+        num_shards: how many. num_words: uint32 words of a mask.
+
+    Attributes:
+        compilers: sockets on which constraints are compiled, and their shards; a thread has one at a time.
+        pid: of the first shard.
+    """
+
+    def __init__(self, num_shards: int, num_words: int) -> None:
+        of_shard = 1 + -(-NUM_COMPILERS // num_shards)
+        pairs = [socket.socketpair() for _ in range(num_shards * of_shard)]
+        ours = [own for own, _ in pairs]
+        fds = [theirs.fileno() for _, theirs in pairs]
+        process = start_helper(grammar_process.__name__, *map(str, [num_words, of_shard, *fds]), fds=fds)
+        for _, theirs in pairs:
+            theirs.close()
+        self.pid = process.pid
+        self.is_alive = True
+        self.numbers = count()
+        self.shards = [Shard(self, ours[i * of_shard]) for i in range(num_shards)]
+        self.compilers = deque(
+            (shard, ours[i * of_shard + k]) for k in range(1, of_shard) for i, shard in enumerate(self.shards)
+        )
+        self.end = weakref.finalize(self, _end, process, ours, os.getpid())
+
+    def start(self, message: Start) -> str | None:
+        """What is wrong with a tokenizer, or empty; None if the process has ended."""
+        return self._exchange(self.shards[0].sock, message, str)
+
+    def compile(
+        self, number: int, params: StructuredOutputsParams, shard: Shard | None = None
+    ) -> tuple[Shard, Compiled] | None:
+        """Compiles a constraint. shard: where; otherwise the shards take turns.
+
+        Returns: where, and what came of it; None if the process has ended, or the shard has no compiler left.
+        """
+        with suppress(IndexError):
+            own, sock = self.compilers.popleft()
+            for _ in range(len(self.compilers)):
+                if shard is None or own is shard:
+                    break
+                self.compilers.append((own, sock))
+                own, sock = self.compilers.popleft()
+            try:
+                if shard is not None and own is not shard:
+                    return None
+                answer = self._exchange(sock, Compile(number, params, take_all(own.forgotten)), Compiled)
+            finally:
+                self.compilers.append((own, sock))
+            return None if answer is None else (own, answer)
+        return None
+
+    def wait(self, seconds: float) -> None:
+        """Until an answer may have come from one of the shards that are awaited, at most so long."""
+        poll = select.poll()
+        with suppress(OSError, ValueError):  # of sockets that are closed
+            for shard in self.shards:
+                if shard.is_awaited:
+                    poll.register(shard.sock, select.POLLIN)
+            poll.poll(1e3 * seconds)
+
+    def _exchange(self, sock: socket.socket, message: object, answer: Any) -> Any:
+        try:
+            write_frame(sock, _encode(message))
+            frame = read_frame(sock)
+        except OSError:
+            frame = None
+        if frame is None:
+            self.is_alive = False
+            return None
+        return msgspec.msgpack.decode(frame, type=answer)
+
+
+def changed(mask: "np.ndarray | str", before: np.ndarray | None) -> "np.ndarray | str":
+    """A mask, or why there is none; the array of before where it is equal."""
+    if before is None or isinstance(mask, str) or before.dtype != mask.dtype or before.nbytes != mask.nbytes:
+        return mask
+    return before if before.tobytes() == mask.tobytes() else mask
+
+
+def take_all(numbers: deque[int]) -> list[int]:
+    """Empties a queue that other threads append to, and empty as well."""
+    taken: list[int] = []
+    with suppress(IndexError):
+        while True:
+            taken.append(numbers.popleft())
+    return taken
+
+
+def _end(process: "subprocess.Popen[bytes]", sockets: list[socket.socket], pid: int) -> None:
+    for sock in sockets:
+        sock.close()
+    if os.getpid() == pid:  # else it is the parent's
+        process.kill()
+        process.wait()

@@ -1,0 +1,49 @@
+"""Arrays on their way into a model's parameters: which are written together, and in what order they come."""
+
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged.models import ModelConfig, build
+from jpaged.models.loading.layouts import brought
+from jpaged.models.loading.live import WeightUpdater
+from tests.tiny_models import tiny_model
+
+HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+
+def mixture(num_experts: int) -> WeightUpdater:
+    config = tiny_model("qwen3-moe").config | {"num_experts": num_experts}
+    model = build(ModelConfig.from_dict(config), "float32")
+    return WeightUpdater(model, model, None)
+
+
+def test_a_layers_experts_are_written_a_few_at_a_time_whatever_the_order_they_are_given_in():
+    updater = mixture(9)
+    weights = updater._model.init(0)
+    tensors = updater.read(weights, "huggingface")
+    shuffled = list(tensors.items())
+    random.shuffle(shuffled)
+    groups = updater.match(tensors).groups
+    assert [(index, places) for index, _, places in groups] == [
+        (index, places) for index, _, places in updater.match(dict(shuffled)).groups
+    ]
+    sizes = [len(arrays) for _, arrays, _ in groups]
+    assert max(sizes) == 16
+    assert sum(sizes) == len(updater.match(tensors).writes)
+    # 18 arrays of gate and up, in two programs.
+    written = updater.apply(jax.tree.map(jnp.zeros_like, weights), updater.match(dict(shuffled)))
+    assert all((one == other).all() for one, other in zip(written, weights, strict=True))
+
+
+def test_arrays_from_the_host_come_in_order_and_those_that_are_there_as_they_are():
+    rng = np.random.default_rng(0)
+    there = jnp.ones(3, device=HERE)
+    groups = [[rng.normal(size=rng.integers(1, 2000)).astype(np.float32), there] for _ in range(40)]
+    found = list(brought(groups, [HERE] * 40))
+    for given, (copied, same) in zip(groups, found, strict=True):
+        assert same is there
+        assert copied.sharding == HERE
+        np.testing.assert_array_equal(copied, given[0])

@@ -1,0 +1,161 @@
+"""Grammars followed without waiting, in several processes of which any may die at any time."""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jpaged.api.structured_outputs import StructuredOutputsParams as Structured
+from jpaged.assets import demo_model_path
+from jpaged.text import grammar_guides
+from jpaged.text.grammar_compiler import GrammarCompiler
+from jpaged.text.grammars import GrammarTokenizer
+from jpaged.text.tokenizer import Tokenizer
+
+VOCAB_SIZE, EOS = 2816, 2
+NUM_SHARDS = 3
+NO_TOKEN = -1
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.load(demo_model_path())
+
+
+@pytest.fixture(scope="module")
+def given(tokenizer):
+    return GrammarTokenizer.of(tokenizer, VOCAB_SIZE, (EOS,))
+
+
+@pytest.fixture
+def compiler(given):
+    compiler = GrammarCompiler(lambda: given, VOCAB_SIZE, NUM_SHARDS)
+    yield compiler
+    compiler.close()
+
+
+def token_of(tokenizer, text):
+    return tokenizer.encode(text, add_special_tokens=False)[-1]
+
+
+def job_of(guides, tokens, guessed):
+    count = len(guides)
+    return SimpleNamespace(
+        slots=list(range(count)),
+        guides=guides,
+        tokens=np.array([tokens] * count),
+        guessed=[guessed] * count,
+        last=[0] * count,
+        before=[None] * count,
+    )
+
+
+def answers(follower, count):
+    """Places and masks of all slots, as `take_all` brings them."""
+    places, masks = {}, {}
+    while len(places) < count or any(place.waits and slot not in masks for slot, place in places.items()):
+        for answer in follower.take_all(waits=True):
+            into, values = (places, answer.places) if answer.places is not None else (masks, answer.masks)
+            assert not into.keys() & set(answer.slots)
+            into.update(zip(answer.slots, values, strict=True))
+    return places, masks
+
+
+def shards_of(compiler):
+    """The processes' ids: the one that was started, and those that it has forked."""
+    first = compiler._process.pid
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(first)], capture_output=True, text=True, check=True)
+    return [first, *map(int, listed.stdout.split())]
+
+
+def test_sequences_are_spread_over_shards_which_say_what_one_alone_says(compiler, tokenizer):
+    grammar = compiler.compile(Structured(regex="[ab]{2}(?:fox|frog|[0-9]+)")).result()
+    guides, alone = [grammar.begin(False) for _ in range(10)], grammar.begin(False)
+    follower = compiler.follower()
+    for text in "ab":
+        follower.put(job_of(guides, [token_of(tokenizer, text)], False))
+        places, masks = answers(follower, 10)
+        (expected,) = compiler.advance([alone], np.array([[token_of(tokenizer, text)]]), [False], [0])
+        (mask,) = compiler.make_masks([alone], [None])
+        assert set(places.values()) == {expected}
+        assert all(made.tolist() == mask.tolist() for made in masks.values())
+    assert len(masks) == 10
+    live = [shard.num_live for shard in compiler._process.shards]
+    assert sum(live) == 11
+    assert max(live) - min(live) <= grammar_guides._MORE_IN_KNOWN
+    assert min(live) > 0
+    del guides[:], alone
+    assert [shard.num_live for shard in compiler._process.shards] == [0, 0, 0]
+    assert len(shards_of(compiler)) == NUM_SHARDS
+
+
+def test_of_what_was_guessed_the_first_allowed_token_counts(compiler, tokenizer):
+    a, b, z = (token_of(tokenizer, text) for text in "abz")
+    guide = compiler.compile(Structured(regex="[ab]{9}")).result().begin(False, True)
+    follower = compiler.follower()
+    for tokens, num_refused in (([a, b, NO_TOKEN], 0), ([z, EOS, b, NO_TOKEN], 2)):
+        follower.put(job_of([guide], tokens, True))
+        (place,) = answers(follower, 1)[0].values()
+        assert (place.num_refused, place.is_refused) == (num_refused, False)
+    assert guide.followed.tolist() == [a, b]
+    follower.put(job_of([guide], [z, EOS, NO_TOKEN], True))
+    (place,), (mask,) = (list(found.values()) for found in answers(follower, 1))
+    assert place.is_refused
+    assert place.needs_mask  # several tokens were refused, so few are allowed
+    assert {a, b} <= set(mask.tolist())
+    assert not {z, EOS} & set(mask.tolist())
+
+
+@pytest.mark.parametrize("which", range(NUM_SHARDS))
+def test_whichever_shard_dies_its_sequences_go_on_in_others_and_nobody_waits_for_it(compiler, tokenizer, which):
+    a = token_of(tokenizer, "a")
+    grammar = compiler.compile(Structured(regex="[ab]{3}")).result()
+    guides = [grammar.begin(False, i % 2 > 0) for i in range(12)]
+    follower = compiler.follower()
+    follower.put(job_of(guides, [a], False))
+    before, _ = answers(follower, 12)
+    process = compiler._process
+    os.kill(shards_of(compiler)[which], signal.SIGKILL)
+    follower.put(job_of(guides, [a], False))
+    after, masks = answers(follower, 12)
+    assert compiler._process is not process
+    assert {place.failure for place in (*before.values(), *after.values())} == {""}
+    assert all(guide.followed.tolist() == [a, a] for guide in guides)
+    assert all(set(mask.tolist()) == {a, token_of(tokenizer, "b")} for mask in masks.values())
+    ends = time.monotonic() + 10
+    while any(shard.sock.fileno() >= 0 for shard in process.shards):
+        assert time.monotonic() < ends
+
+
+def test_waking_ends_a_wait_and_is_news_until_all_is_taken(compiler):
+    follower = compiler.follower()
+    assert not follower.has_news
+    threading.Timer(0.05, follower.wake).start()
+    begun = time.monotonic()
+    follower.wait(10)
+    assert time.monotonic() - begun < 5
+    assert follower.has_news
+    assert follower.take_all() == []
+    assert not follower.has_news
+
+
+def test_a_constraint_that_takes_long_to_compile_gets_more_shards_beside_the_work(compiler, monkeypatch):
+    monkeypatch.setattr(grammar_guides, "_QUICK_S", 0.0)
+    grammar = compiler.compile(Structured(regex="[a-z]{3,9}")).result()
+    assert len(grammar.shards) == 1
+    ends = time.monotonic() + 30
+    guides = [grammar.begin(False)]
+    assert guides[0].shard in grammar.shards
+    while len(grammar.shards) < NUM_SHARDS:
+        guides.append(grammar.begin(False))
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+    spread = [grammar.begin(False) for _ in range(3 * NUM_SHARDS)]
+    assert {guide.shard for guide in spread} == set(compiler._process.shards)
+    masks = compiler.make_masks(spread, [None] * len(spread))
+    assert all(np.array_equal(mask, masks[0]) for mask in masks)
