@@ -144,7 +144,9 @@ def cases(backend: str | None) -> Iterator[Case]:
             yield Case(name, "us", None, partial(rounding_case, what, rows, backend))
     for what, (inputs, outputs) in _FEW_ROWS.items():
         floor = 2 * inputs * outputs / CARD_BYTES_S * 1e6
-        yield Case(f"{what}, 8 rows (floor {floor:.1f} us)", "us", None, partial(few_rows_case, what, 8, backend))
+        yield Case(
+            f"few rows: {what}, 8 rows (floor {floor:.1f} us)", "us", None, partial(few_rows_case, what, 8, backend)
+        )
     for layer, (width, depth) in PRODUCTS.items():
         for rows in (1, 8, 32, 64, 256, 512, 8192):
             for form in _BITS:

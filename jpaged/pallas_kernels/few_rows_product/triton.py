@@ -1,4 +1,4 @@
-"""The product of few rows for GPUs from Ampere on, and for Hopper.
+"""The product of few rows for GPUs from Ampere on.
 
     a CTA: all rows, some columns of w [K, N]
         x [16, STEP] * scale    rounded to x's type    squares of x add up beside the product

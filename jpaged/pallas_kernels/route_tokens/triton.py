@@ -35,8 +35,9 @@ _LEAST_NUMBER = tl.constexpr(-0x7F800001)
 """The key of minus infinity."""
 _INF = tl.constexpr(float("inf"))
 
-_ONE_BLOCK = 4096
-"""Scores up to which one CTA does all."""
+_ONE_BLOCK = 2048
+"""Scores up to which one CTA does all. On an H200 it takes 3.7 us for 8 tokens of 128 experts and 8.0 for 32; the two
+kernels together take 6.1 for 256."""
 _BLOCK = 4096
 """Scores of a block, at most, where there are more."""
 _BLOCKS = 64
