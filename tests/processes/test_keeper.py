@@ -15,7 +15,7 @@ from jpaged.processes import handover, keeper, launch
 from jpaged.processes.keeper import EngineKeeper
 from jpaged.processes.launch import EngineProcesses, ended_how
 from jpaged.serving.server import LOG_FORMAT
-from tests.drills.survival import parts_of
+from tests.support.pauses import parts_of
 
 
 @pytest.fixture
