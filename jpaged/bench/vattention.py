@@ -77,7 +77,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--prompt-lengths",
         type=sizes,
-        default=layout_engines.PROMPT_LENGTHS,
         metavar="N,N,...",
         help="tokens of `prompts`, ascending; longer ones than the engine takes are left out (default: "
         f"{','.join(map(str, layout_engines.PROMPT_LENGTHS))})",
