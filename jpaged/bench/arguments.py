@@ -56,10 +56,10 @@ def check_expert_skew(skew: float) -> None:
 def check_least(args: argparse.Namespace, **least: int) -> None:
     """Raises InvalidParameterError for an option below its least value, `runs=1` being that of `--runs`.
 
-    Every value of a repeated option is checked; an option that was not given (None) is not.
+    Every value of a repeated option, or of one with several, is checked; an option that was not given (None) is not.
     """
     for name, bound in least.items():
         given = getattr(args, name)
-        for value in given if isinstance(given, list) else [given]:
+        for value in given if isinstance(given, list | tuple) else [given]:
             if value is not None and value < bound:
                 raise InvalidParameterError(f"--{name.replace('_', '-')} must be at least {bound}, got {value}.")

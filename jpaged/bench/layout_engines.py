@@ -154,7 +154,7 @@ def _prompts(engine: LLMEngine, mapper: PlanMapper | None, args: argparse.Namesp
     steps_before = max(1, min(_STEPS_BEFORE, (limits.max_model_len - 1) // limits.max_num_batched_tokens))
     step_tokens = min(limits.max_num_batched_tokens, limits.max_model_len - 1)
     modes = ["in the step", "beside the chunks", "left", "in the step, behind another", "ahead, behind another"]
-    for length in args.prompt_lengths:
+    for length in args.prompt_lengths or PROMPT_LENGTHS:
         if length >= limits.max_model_len:
             continue
         for mode in ["never", "never, behind another"] if mapper is None else modes:

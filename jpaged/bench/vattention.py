@@ -18,9 +18,8 @@ Parts, all of them by default (`--part` names some):
     sharing     two engines on one device, of which each uses what the other does not need, over time (`sharing.py`)
 
 Each engine runs in a process of its own: one gives memory back to the device only when it ends. `steps`, `prompts` and
-`agreement` share each layout's. With `--json` the file
-is written anew after each figure, so what was measured by then is kept if the time ends. A part that fails says so and
-leaves the others to run; the exit status is then 1.
+`agreement` share each layout's. With `--json` the file is written anew after each figure, so what was measured by then
+is kept if the time ends. A part that fails says so and leaves the others to run; the exit status is then 1.
 """
 
 import argparse
@@ -78,7 +77,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--prompt-lengths",
         type=sizes,
-        default=layout_engines.PROMPT_LENGTHS,
         metavar="N,N,...",
         help="tokens of `prompts`, ascending; longer ones than the engine takes are left out (default: "
         f"{','.join(map(str, layout_engines.PROMPT_LENGTHS))})",
@@ -92,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    check_least(args, rows=1, context=1, steps=16)
+    check_least(args, rows=1, context=1, steps=16, prompt_lengths=1)
     if args.of_one_layout:
         for found in layout_engines.measure_engine(args):
             args.json.write_text(json.dumps(found))

@@ -27,13 +27,13 @@ import signal
 import sys
 import tempfile
 import time
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 
+from tests.support.pauses import parts_of
 from tests.support.served import Server
 
 KINDS: tuple[dict[str, Any], ...] = (
@@ -168,23 +168,6 @@ async def _killed(server: Server, args: argparse.Namespace, calm: list[Any], log
     whole = not report["errors"] and not report["wrong"] and report["engine_restarts"] == killed
     whole &= report["blocks_after"] == blocks
     return whole and not report["open"] and report["health"] == 200 and killed > 0
-
-
-def parts_of(begun: float, pause_s: float, says: str) -> dict[str, Any]:
-    """A pause in seconds by its parts; only the pause itself where the server did not say more.
-
-    begun: when the process was killed, by `time.time()`. says: the server's line about it.
-    """
-    pause = {"pause_s": round(pause_s, 2)}
-    found = re.match(r"(.{19}),(\d{3}) .*again ([\d.]+) s after.*: ([\d.]+) s until the next was.*\((.*)\)", says)
-    if found is None:
-        return pause
-    down_s, gone_s = map(float, found.group(3, 4))
-    ready = datetime.fromisoformat(found[1]).timestamp() + int(found[2]) / 1000
-    noticed_s = ready - down_s - begun
-    parts = {"noticed": round(noticed_s, 2), "gone": gone_s}
-    parts |= {name: float(seconds) for name, seconds in re.findall(r"([a-z ]+?) ([\d.]+)(?:, |$)", found[5])}
-    return pause | parts | {"next token": round(pause_s - noticed_s - down_s, 2)}
 
 
 def num_blocks(server: Server) -> list[str]:

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import logging
 import signal
 import subprocess
+import time
 
 import pytest
 
@@ -12,6 +14,8 @@ from jpaged.api.errors import EngineDeadError
 from jpaged.processes import handover, keeper, launch
 from jpaged.processes.keeper import EngineKeeper
 from jpaged.processes.launch import EngineProcesses, ended_how
+from jpaged.serving.server import LOG_FORMAT
+from tests.support.pauses import parts_of
 
 
 @pytest.fixture
@@ -84,3 +88,22 @@ def test_a_process_that_can_never_be_started_is_given_up_and_all_are_told_howeve
 )
 def test_how_a_process_ended_is_said_of_every_exit_code(code, words):
     assert ended_how(code) == words
+
+
+def test_the_log_tells_the_parts_of_a_pause_as_the_drill_reads_them(starts, caplog):
+    async def scene(processes, kept, told):
+        kept.kill(0)
+        with contextlib.closing(await told.get()):
+            kept.serves(0, {"open devices": 0.4, "load weights": 0.75})
+
+    begun = time.time()  # noqa: TID251  # the log has dates
+    with caplog.at_level(logging.WARNING, "jpaged.engine"):
+        run(scene)
+    (record,) = [one for one in caplog.records if "serves again" in one.message]
+    parts = parts_of(begun, 10.0, logging.Formatter(LOG_FORMAT).format(record))
+    assert parts.keys() == {
+        *("pause_s", "noticed", "gone", "import", "open devices", "load weights", "next token"),
+    }
+    assert (parts["pause_s"], parts["open devices"], parts["load weights"]) == (10.0, 0.4, 0.75)
+    assert 0.0 <= parts["noticed"] < 10.0
+    assert parts_of(begun, 10.0, "") == {"pause_s": 10.0}
