@@ -15,7 +15,7 @@ from jpaged.models.experts import split_by_experts
 from jpaged.models.loading import checkpoint
 from jpaged.models.sharding import load_sharded, shard_of
 from tests.models.loading import test_mxfp4
-from tests.parallel.family_runs import ARGS, MOST_BYTES, _run
+from tests.parallel.family_runs import ARGS, MOST_BYTES, greedy_tokens
 from tests.support.quantized import (
     dequantized_checkpoint,
     plain_checkpoint,
@@ -56,7 +56,7 @@ def hybrid() -> dict[str, Any]:
         exact = dequantized_checkpoint(plain, Path(directory) / "exact", "fp8-blocks")
         args = replace(ARGS, model=str(source))
         engines = {"4": replace(args, tensor_parallel_size=4), "exact": replace(args, model=str(exact))}
-        return {name: _run(LLMEngine(one)) for name, one in engines.items()}
+        return {name: greedy_tokens(LLMEngine(one)) for name, one in engines.items()}
 
 
 def padded_experts(layout: str) -> dict[str, Any]:
@@ -74,7 +74,9 @@ def padded_experts(layout: str) -> dict[str, Any]:
             plain = plain_checkpoint("qwen3-moe", Path(directory) / "plain", **sizes)
             source = quantized_checkpoint(plain, Path(directory) / layout, layout)
         args = replace(ARGS, model=str(source))
-        return {str(number): _run(LLMEngine(replace(args, tensor_parallel_size=number))) for number in (1, 2, 4)}
+        return {
+            str(number): greedy_tokens(LLMEngine(replace(args, tensor_parallel_size=number))) for number in (1, 2, 4)
+        }
 
 
 def experts_in_act_order() -> dict[str, Any]:
@@ -95,7 +97,7 @@ def experts_in_act_order() -> dict[str, Any]:
         args = replace(ARGS, model=str(source))
         split = replace(args, enable_expert_parallel=True, tensor_parallel_size=4)
         engines = {"4": split, "exact": replace(args, model=str(exact))}
-        return {name: _run(LLMEngine(one)) for name, one in engines.items()}
+        return {name: greedy_tokens(LLMEngine(one)) for name, one in engines.items()}
 
 
 def shared_blocks() -> dict[str, Any]:
@@ -106,8 +108,8 @@ def shared_blocks() -> dict[str, Any]:
         source = quantized_checkpoint(plain, Path(directory) / "quantized", "fp8-blocks")
         exact = dequantized_checkpoint(plain, Path(directory) / "exact", "fp8-blocks")
         args = replace(ARGS, model=str(source))
-        found = {str(n): _run(LLMEngine(replace(args, tensor_parallel_size=n))) for n in (2, 4)}
-        return found | {"exact": _run(LLMEngine(replace(args, model=str(exact))))}
+        found = {str(n): greedy_tokens(LLMEngine(replace(args, tensor_parallel_size=n))) for n in (2, 4)}
+        return found | {"exact": greedy_tokens(LLMEngine(replace(args, model=str(exact))))}
 
 
 def _tokens(plain: Path, directory: Path, layout: str, *further: str) -> dict[str, Any]:
@@ -120,7 +122,7 @@ def _tokens(plain: Path, directory: Path, layout: str, *further: str) -> dict[st
     }
     if further:
         engines |= {further[0]: replace(engines["two"], enable_expert_parallel=True)}
-    return {name: _run(LLMEngine(args)) for name, args in engines.items()}
+    return {name: greedy_tokens(LLMEngine(args)) for name, args in engines.items()}
 
 
 def fp8_cache() -> dict[str, Any]:
@@ -133,7 +135,10 @@ def fp8_cache() -> dict[str, Any]:
             calculate_kv_scales=True,
         )
         engines = [LLMEngine(replace(args, tensor_parallel_size=number)) for number in (1, 2, 4)]
-        return {"tokens": [_run(one) for one in engines], "scales": [one.startup.config.kv_scales for one in engines]}
+        return {
+            "tokens": [greedy_tokens(one) for one in engines],
+            "scales": [one.startup.config.kv_scales for one in engines],
+        }
 
 
 def shards_equal_the_whole(*layouts: str) -> list[str]:
