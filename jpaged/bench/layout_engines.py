@@ -10,6 +10,7 @@ the first layout's in the parent.
 import argparse
 import json
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -88,7 +89,7 @@ def measure_engine(args: argparse.Namespace) -> Iterator[_Found]:
             found["figures"].append({"part": "prompts"} | figure)
             yield found
     if "agreement" in parts:
-        found["answers"] = answers(engine, args.rows, args.context, args.steps)
+        found["answers"] = answers(engine, args.rows, args.context, args.steps, args.seed)
         yield found
     found["memory"] |= {"pool_gb": engine.startup.memory.pool / 1e9, "free_gb": free_gb()}
     yield found
@@ -156,6 +157,7 @@ def _prompts(engine: LLMEngine, mapper: PlanMapper | None, args: argparse.Namesp
     modes = ["in the step", "beside the chunks", "left", "in the step, behind another", "ahead, behind another"]
     for length in args.prompt_lengths or PROMPT_LENGTHS:
         if length >= limits.max_model_len:
+            print(f"prompts of {length} tokens are left out: max_model_len is {limits.max_model_len}", file=sys.stderr)
             continue
         for mode in ["never", "never, behind another"] if mapper is None else modes:
             before = [step_tokens] * (steps_before if mode.endswith("behind another") else 0)
@@ -221,11 +223,11 @@ def _since(mapper: PlanMapper | None, before: tuple[int, float, int, float]) -> 
     return {name: a - b for name, a, b in zip(names, now, before, strict=True)}
 
 
-def answers(engine: LLMEngine, rows: int, context: int, steps: int) -> _Found:
+def answers(engine: LLMEngine, rows: int, context: int, steps: int, seed: int) -> _Found:
     """Greedy answers to `rows` random prompts of `context` tokens, the two likeliest tokens of each step, and the
     log-probabilities of the prompts' own tokens.
     """
-    rng, size = np.random.default_rng(0), engine.startup.model.config.vocab_size
+    rng, size = np.random.default_rng(seed), engine.startup.model.config.vocab_size
     params = SamplingParams(
         temperature=0, max_tokens=steps, ignore_eos=True, detokenize=False, logprobs=2, prompt_logprobs=0
     )

@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -49,6 +50,9 @@ _FEW = 10
 _FRACTION_VARIABLE, _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92"
 """Of the device's memory, for engine and trainer together."""
 
+_STREAMS, _OUTPUT_LEN = 200, 64
+"""Of the requests that run when weights come, by default."""
+
 _PROMPTS, _PROMPT_LEN, _TOKENS = 8, 24, 16
 """Of the greedy requests whose tokens are compared."""
 
@@ -57,9 +61,14 @@ def parser() -> argparse.ArgumentParser:
     example = "--model llama-3.1-8b --load-format dummy --max-model-len 2048 --gpu-memory-utilization 0.5"
     result = bench_parser("rollouts", __doc__, example)
     add_engine_options(result)
-    result.add_argument("--rounds", type=int, default=100, help="updates by Hugging Face's names; tens of other kinds")
-    result.add_argument("--streams", type=int, default=200, help="requests that run when weights come")
-    result.add_argument("--output-len", type=int, default=64, help="tokens of each of these requests")
+    result.add_argument(
+        "--rounds",
+        type=int,
+        default=100,
+        help="updates by Hugging Face's names; at most 10 of other kinds, 5 with --engine-process",
+    )
+    result.add_argument("--streams", type=int, default=_STREAMS, help="requests that run when weights come")
+    result.add_argument("--output-len", type=int, default=_OUTPUT_LEN, help="tokens of each of these requests")
     result.add_argument("--engine-process", action="store_true", help="have the engine in a process of its own")
     return result
 
@@ -69,6 +78,8 @@ def main(argv: list[str] | None = None) -> int:
     check_least(args, rounds=3, streams=1, output_len=8)
     if args.data_parallel_size != 1:
         raise InvalidParameterError("--data-parallel-size must be 1: weights are measured on one device.")
+    if args.engine_process and (args.streams, args.output_len) != (_STREAMS, _OUTPUT_LEN):
+        raise InvalidParameterError("--streams and --output-len go with an engine in this process alone.")
     begun = time.perf_counter()
     if args.engine_process:
         figures, startup_s = asyncio.run(_measure_process(args))
@@ -84,7 +95,10 @@ def main(argv: list[str] | None = None) -> int:
         llm.close()
     if args.json:
         write_report(args.json, "rollouts", vars(args) | {"startup_s": startup_s}, figures)
-    return 0
+    broken = [figure["part"] for figure in figures if not figure.get("tokens_are_the_same", True) or figure.get("lost")]
+    if broken:
+        print(f"not as it should be: {', '.join(broken)}", file=sys.stderr)
+    return bool(broken)
 
 
 def measure(llm: LLM, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -144,6 +158,7 @@ def _updates(llm: LLM, form: Any, rounds: int, prompts: list[list[int]], compile
         "part": f"update, {form}",
         "arrays": len(jax.tree.leaves(_arrays(weights))),
         "bytes": bytes_,
+        "rounds": rounds,
         **_spread(seconds[2:]),
         "first_ms": 1000 * seconds[0],
         "compiled_after_round_2": compiled.count - compiled_then,
@@ -165,6 +180,7 @@ def _partial_updates(llm: LLM, half: dict[str, jax.Array], rounds: int, compiled
         "part": "update, every second tensor",
         "arrays": len(half),
         "bytes": sum(array.nbytes for array in half.values()),
+        "rounds": rounds,
         **_spread(seconds[2:]),
         "first_ms": 1000 * seconds[0],
         "compiled_after_round_2": compiled.count - compiled_then,
@@ -202,6 +218,7 @@ def _sleeps(
             compiled_then = compiled.count
     figure = {
         "part": f"sleep({level})",
+        "rounds": rounds,
         "bytes_given_back": freed,
         **_spread(asleep[1:], "sleep"),
         **_spread(awake[1:], "wake_up"),
@@ -273,6 +290,7 @@ async def _measure_process(args: argparse.Namespace) -> tuple[list[dict[str, Any
         "part": "update of an engine in another process",
         "arrays": len(named),
         "bytes": sum(array.nbytes for array in named.values()),
+        "rounds": len(seconds) - 1,
         **_spread(seconds[1:]),
         "first_ms": 1000 * seconds[0],
     }

@@ -91,6 +91,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     check_least(args, runs=1, num_prompts=1, input_len=1, output_len=1, prefix_len=1)
+    if args.unseen_schemas and args.structured is None:
+        raise InvalidParameterError("--unseen-schemas needs --structured.")
     if args.profile and args.data_parallel_size > 1:
         raise InvalidParameterError("--profile sees this process only; use --data-parallel-size 1.")
     conversations = None if args.dataset_path is None else _Conversations(args)
@@ -118,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
             }
             print(structured_row(constrained, figure["output_tokens_per_s"]), flush=True)
             figures.append(constrained)
-    if args.structured is not None and args.unseen_schemas:
+    if args.unseen_schemas:
         unseen = measure_unseen(llm, args.unseen_schemas, args.seed)
         print(unseen_row(unseen), flush=True)
         figures.append(unseen)

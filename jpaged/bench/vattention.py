@@ -35,6 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpaged.api.errors import InvalidParameterError
 from jpaged.assets import demo_model_path
 from jpaged.bench import layout_engines, sharing
 from jpaged.bench.arguments import bench_parser, check_least
@@ -98,6 +99,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.obeys:
         obey(args)
         return 0
+    if (args.kv_cache_layout, args.virtual_page_layout) != ("paged", "sliced"):
+        raise InvalidParameterError("Choose layouts by --layout, not by --kv-cache-layout or --virtual-page-layout.")
     reserve_device_memory(args.gpu_memory_utilization, at_once=False)
     of_part: dict[str, Callable[[], Iterable[dict[str, Any]]]] = {
         "mapping": measure_mapping,

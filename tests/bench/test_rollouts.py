@@ -46,7 +46,8 @@ def test_updates_and_sleep_compile_nothing_keep_memory_and_lose_nothing(tmp_path
 @small_engine.GROUP
 def test_an_engine_in_another_process_takes_weights_from_this_one(tmp_path):
     file = tmp_path / "figures.json"
-    assert main([*small_engine.options(tmp_path), *OPTIONS, "--engine-process", "--json", str(file)]) == 0
+    options = [*small_engine.options(tmp_path), "--rounds", "3", "--engine-process"]
+    assert main([*options, "--json", str(file)]) == 0
     [figure] = json.loads(file.read_text())["results"]
     assert 0 < figure["update_ms_least"] <= figure["update_ms_most"]
     assert figure["bytes"] > 0
@@ -55,5 +56,7 @@ def test_an_engine_in_another_process_takes_weights_from_this_one(tmp_path):
 def test_numbers_out_of_range_and_replicas_are_refused():
     with pytest.raises(InvalidParameterError, match="--rounds must be at least 3, got 2"):
         main(["--rounds", "2"])
+    with pytest.raises(InvalidParameterError, match="--streams and --output-len go with an engine in this process"):
+        main(["--engine-process", "--streams", "5"])
     with pytest.raises(InvalidParameterError, match="--data-parallel-size must be 1"):
         main(["--data-parallel-size", "2"])

@@ -104,6 +104,8 @@ def test_a_workload_is_measured_with_and_without_a_schema(tmp_path, capsys):
     assert half["output_tokens_per_s"] == pytest.approx(run["output_tokens"] / run["seconds"])
     assert unseen["count"] == 3
     assert unseen["first_token_ms"]["max"] >= unseen["first_token_ms"]["p50"] > 0 < unseen["first_token_free_ms"]["p50"]
+    with pytest.raises(InvalidParameterError, match="--unseen-schemas needs --structured"):
+        main([*sizes, "--unseen-schemas", "3"])
     printed = capsys.readouterr().out
     assert "2 of 4 requests with a schema" in printed
     assert "with unseen schema" in printed

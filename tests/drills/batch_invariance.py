@@ -1,6 +1,6 @@
 """Whether batch_invariant=True keeps its promise on this device: equal bits in the engine and in training.
 
-    python -m tests.drills.batch_invariance                    # a GPU: three models, some two minutes
+    python -m tests.drills.batch_invariance                    # a GPU: four models, some two minutes
     python -m tests.drills.batch_invariance --model tiny       # a CPU: one of them, small
 
 Each model, with random weights, samples some requests one by one. Then all of them run together, in random batches,

@@ -10,7 +10,6 @@ Models that a layout refuses are listed.
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import tempfile
@@ -19,6 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from jpaged.bench.report import write_report
 from tests.parallel.family_runs import ARGS
 from tests.tiny_models import models_of_blocks, tiny_model, tiny_models, write_tiny_model
 
@@ -65,6 +65,8 @@ def _try_model(found: Found) -> None:
             try:
                 engine = LLMEngine(replace(args, **options))
             except InvalidParameterError as error:
+                if not options:
+                    raise
                 found.refused[way] = str(error)
                 continue
             runs = {way: engine}
@@ -104,8 +106,10 @@ def main() -> None:
         pool.close()
         pool.join()
     if options.json:
-        options.json.write_text(json.dumps([asdict(found) for found in results], indent=1))
+        write_report(options.json, "families", vars(options), [asdict(found) for found in results])
     wrong = [found.model for found in results if found.wrong]
+    if not any(found.preemptions for found in results):
+        raise SystemExit("no request was preempted: the pools were too large to show anything")
     print(f"{len(results) - len(wrong)} of {len(results)} models, {time.monotonic() - begun:.0f} s")
     if wrong:
         raise SystemExit(f"not the same: {', '.join(sorted(wrong))}")

@@ -64,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write what was found there")
     args = parser.parse_args(argv)
+    if args.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {args.rounds}")
     size = int(args.trainer_gib * 2**30 / 4 / 16)
     parameters = jax.block_until_ready([jnp.full((size,), i, jnp.float32) for i in range(16)])
     found: dict[str, Any] = {"trainer": in_use()}
@@ -87,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     same, rounds = True, []
     for _ in range(args.rounds):
         begun = time.perf_counter()
-        assert llm.sleep()
+        if not llm.sleep():
+            raise RuntimeError("the engine did not sleep")
         slept = time.perf_counter()
         of_sleep = in_use()
         # As large together as most of the pool, but of other sizes.

@@ -33,8 +33,7 @@ A slot that lost its last token computes the token before it again, into the pla
 with recurrent states cannot go back, so models with them do not guess. `jpaged/text/guides.py` decides where a guess is
 worth it.
 
-Where all constrained rows are ready at once they are planned in two halves: while one half's step runs, the masks of
-the other half are made.
+More than 64 constrained rows run in two halves: while one half's step runs, the masks of the other half are made.
 """
 
 import time

@@ -4,7 +4,7 @@
     normed [M, K] = norm(x)                                           for who else reads it, if asked for
 
 Such a product takes as long as reading w does. What stands before and behind it is as small as launching a kernel for
-it, so "triton" does all in one. On Hopper it is taken where it is forced alone: what it saves of a step there is not
+it, so "triton" does all in one. On Hopper it runs only where it is forced: what it saves of a step there is not
 measured.
 """
 

@@ -131,13 +131,15 @@ def test_a_step_that_compiles_does_not_count_as_hung(options, monkeypatch):
     """A thread beats while an engine process compiles, and the loop after it."""
     monkeypatch.setattr(pulses, "IDLE_BEAT_S", 0.001)
     pulse = Pulse.create()
-    beats = []
+    beats, stood_still = [], []
     compile_now = Compiler.compile_now
 
     def noted(compiler, program):
         beats.append(pulse.beat_at)
-        while pulse.beat_at == beats[-1]:
+        latest = time.monotonic() + 60
+        while pulse.beat_at == beats[-1] and time.monotonic() < latest:
             time.sleep(0.001)
+        stood_still.append(pulse.beat_at == beats[-1])
         return compile_now(compiler, program)
 
     monkeypatch.setattr(Compiler, "compile_now", noted)
@@ -163,5 +165,6 @@ def test_a_step_that_compiles_does_not_count_as_hung(options, monkeypatch):
         thread.join()
         ours.close()
     assert beats
+    assert not any(stood_still)
     assert pulse.silence_s() > 0
     pulse.close()
