@@ -107,16 +107,17 @@ class Fp8Linear(QuantizedLinear):
         rounding = self.rounding(backend)
         if rounding is None:
             return super()._product(x, dtype, backend)
-        sums = self._sums(x, rounding)
+        sums = self._sums(x, rounding, dtype)
         outer = sums.shape[:1] if isinstance(x, RoundedRows) else x.shape[: x.ndim - len(self.layout.inputs)]
-        return sums.wide().astype(dtype or sums.dtype).reshape(*outer, *self.layout.outputs)
+        return sums.array().reshape(*outer, *self.layout.outputs)
 
-    def _sums(self, x: Any, rounding: Rounding) -> Sums:
-        """The product, without scales so far."""
+    def _sums(self, x: Any, rounding: Rounding, dtype: jnp.dtype | None = None) -> Sums:
+        """The product, without scales so far; dtype: of the result, x's if None."""
         rows = x if isinstance(x, RoundedRows) else rounding(x.reshape(-1, self.layout.input_size))[0]
         kernel, scale = self._weights()
-        products = product_of_rounded(rows.values, kernel, type_of_sums(rows.dtype))
-        return Sums(products, rows.scales, scale[:, 0], rows.count, rows.dtype)
+        dtype = dtype or rows.dtype
+        products = product_of_rounded(rows.values, kernel, type_of_sums(dtype))
+        return Sums(products, rows.scales, scale[:, 0], rows.count, dtype)
 
     def _weights(self) -> tuple[jax.Array, jax.Array]:
         """e4m3 [all outputs, inputs], and scales [all outputs, G]."""

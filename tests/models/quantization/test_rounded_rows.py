@@ -4,13 +4,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jpaged import models
 from jpaged.models import linear
 from jpaged.models.quantization import fp8
+from jpaged.pallas_kernels import fp8_product
 from tests.tiny_models import VOCAB_SIZE, tiny_model, write_tiny_model
 
 
@@ -53,3 +56,19 @@ def test_a_model_computes_the_same_from_rows_that_are_rounded_before(
     apart = hidden(directory)
     assert not calls
     np.testing.assert_allclose(found, apart, rtol=0, atol=5e-3 * np.abs(apart).max())
+
+
+def test_a_layer_gives_sums_in_float32_to_who_asks_for_them() -> None:
+    """As routers and heads do; to others it gives x's type, and keeps sums in that."""
+    plain = linear.Linear((256,), (3, 32), 0.02, jnp.dtype(jnp.bfloat16), nnx.Rngs(0))
+    layer = fp8.Fp8Linear(plain, fp8.Fp8(activations="dynamic"), nnx.Rngs(1))
+    x = jax.random.normal(jax.random.key(2), (5, 256), jnp.bfloat16)
+    right = np.asarray(fp8_product(x, *layer._weights(), activations="dynamic", dtype=jnp.dtype(jnp.float32)))
+    rounding = layer.rounding("xla")
+    assert rounding is not None
+    for rows in (x, rounding(x)[0]):
+        wide = layer(rows, jnp.dtype(jnp.float32))
+        assert wide.dtype == jnp.float32
+        assert wide.shape == (5, 3, 32)
+        assert np.abs(wide.reshape(5, 96) - right).max() < 1e-5 * np.abs(right).max()
+        assert layer(rows).dtype == jnp.bfloat16
