@@ -181,11 +181,13 @@ def routing() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
 
 
 def few_rows() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
-    """The product of few rows, of Qwen3-30B-A3B's queries, keys and values, attention's output and router."""
+    """The product of few rows, of Qwen3-30B-A3B's queries, keys and values, attention's output and router, and of
+    Mixtral's router, which is one CTA's."""
     for rows, depth, columns, dtype, what in (
         (8, 2048, 5120, jnp.bfloat16, "norm"),
         (16, 4096, 2048, jnp.float16, "residual"),
         (8, 2048, 128, jnp.bfloat16, "both"),
+        (8, 4096, 8, jnp.bfloat16, "both"),
     ):
         arguments: dict[str, Any] = {"x": Shape((rows, depth), dtype), "w": Shape((depth, columns), dtype)}
         arguments |= {} if what == "residual" else {"norm": Shape((depth,), dtype)}

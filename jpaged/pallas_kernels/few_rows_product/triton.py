@@ -27,6 +27,10 @@ _MOST_WEIGHTS = 1 << 25
 """Elements of w up to which the kernel is taken. The larger it is, the less a launch saved is worth."""
 
 
+_PIECE = 512
+"""Columns of the norm, at most, that a CTA has in registers: where experts are few, one CTA gives all."""
+
+
 @dataclass(frozen=True)
 class Config:
     """How the kernel is cut and compiled. columns: of a CTA. step: of K. warps: of a CTA. stages: steps in flight or in
@@ -78,6 +82,7 @@ def few_rows_product(
     # What is not there is not read either, and x stands for it.
     read = (x, w, x if norm is None else norm, x if residual is None else residual)
     ctas = triton.cdiv(columns, config.columns)
+    share = triton.next_power_of_2(triton.cdiv(depth, ctas))
     made = (
         jax.ShapeDtypeStruct((rows, columns), dtype),
         jax.ShapeDtypeStruct(x.shape if gives_normed else (1, 1), x.dtype),
@@ -97,7 +102,8 @@ def few_rows_product(
         EPS=norm_eps,
         ADDS=residual is not None,
         GIVES_NORMED=gives_normed,
-        SHARE=triton.next_power_of_2(triton.cdiv(depth, ctas)),
+        SHARE=share,
+        PIECE=min(share, _PIECE),
     )
     return out, normed if gives_normed else None
 
@@ -121,6 +127,7 @@ def _few_rows_product(
     ADDS: tl.constexpr,
     GIVES_NORMED: tl.constexpr,
     SHARE: tl.constexpr,  # columns of the norm that a CTA gives
+    PIECE: tl.constexpr,  # of them, at a time
 ):
     """x, normed: [M, K]. w: [K, N]. norm: [K]. residual, out: [M, N]."""
     row = tl.arange(0, ROWS)
@@ -148,12 +155,13 @@ def _few_rows_product(
         factor = tl.rsqrt(squares / K + EPS)[:, None]
         total *= factor
         if GIVES_NORMED:
-            own = tl.program_id(0) * SHARE + tl.arange(0, SHARE)
-            here = is_row & (own < K)[None, :]
-            place = row[:, None] * K + own[None, :]
-            wide = tl.load(x + place, mask=here, other=0.0).to(tl.float32)
-            scale = tl.load(norm + own, mask=own < K, other=0.0).to(tl.float32)
-            tl.store(normed + place, (wide * factor * scale[None, :]).to(normed.dtype.element_ty), mask=here)
+            for first in range(0, SHARE, PIECE):
+                own = tl.program_id(0) * SHARE + first + tl.arange(0, PIECE)
+                here = is_row & (own < K)[None, :]
+                place = row[:, None] * K + own[None, :]
+                wide = tl.load(x + place, mask=here, other=0.0).to(tl.float32)
+                scale = tl.load(norm + own, mask=own < K, other=0.0).to(tl.float32)
+                tl.store(normed + place, (wide * factor * scale[None, :]).to(normed.dtype.element_ty), mask=here)
     at = row[:, None] * N + column[None, :]
     if ADDS:
         total += tl.load(residual + at, mask=is_row & is_column, other=0.0).to(tl.float32)

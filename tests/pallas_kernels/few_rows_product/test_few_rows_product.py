@@ -67,9 +67,12 @@ def test_norm_product_and_sum_are_those_of_float64(backend, shape, dtype, normed
 
 
 @pytest.mark.parametrize("backend", WITH_TRITON)
-@pytest.mark.parametrize("scale_dtype", ["bfloat16", "float32"])
-def test_the_norm_is_given_beside_the_product(backend, scale_dtype):
-    x, w, scale, _ = draw(5, 200, 40, "bfloat16", scale_dtype)
+@pytest.mark.parametrize(
+    ("shape", "scale_dtype"),
+    [((5, 200, 40), "bfloat16"), ((5, 200, 40), "float32"), ((3, 1160, 8), "bfloat16")],  # the last: by one CTA
+)
+def test_the_norm_is_given_beside_the_product(backend, shape, scale_dtype):
+    x, w, scale, _ = draw(*shape, "bfloat16", scale_dtype)
     options = {"norm": scale, "norm_eps": EPS, "dtype": jnp.float32, "backend": backend}
     found, normed = few_rows_product(x, w, **options, gives_normed=True)
     check(found, x, w, scale, None, BITS["bfloat16"])
