@@ -234,14 +234,14 @@ class Linear(nnx.Module):
 
         backend: of the call.
         """
-        return not self.layout.outputs_first and self._has_kernel(x, backend)
+        return not self.layout.outputs_first and self._has_kernel(x, backend, normed=True)
 
-    def _has_kernel(self, x: jax.Array, backend: str | None) -> bool:
-        """Whether the product of x [T, all inputs] is one of few rows, for which there is a kernel."""
+    def _has_kernel(self, x: jax.Array, backend: str | None, *, normed: bool = False) -> bool:
+        """Whether the product of x [T, all inputs], or of its norm, is one of few rows, for which there is a kernel."""
         w = jax.ShapeDtypeStruct((self.layout.input_size, self.layout.output_size), self.kernel.dtype)
         if x.dtype != w.dtype or 0 in x.shape:
             return False
-        return few_rows_product_backend(x, w, backend) != REFERENCE
+        return few_rows_product_backend(x, w, backend, normed=normed) != REFERENCE
 
     def matrix(self) -> jax.Array:
         """The kernel [all inputs, all outputs], of one that does not have outputs first."""

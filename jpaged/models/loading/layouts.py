@@ -8,7 +8,7 @@ come.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
@@ -74,23 +74,40 @@ _THREADS = 4
 """That copy arrays from host memory: one alone does not keep the bus busy."""
 
 _AHEAD = 6
-"""Groups of arrays that are brought ahead of the one that is written."""
+"""Groups of arrays, at most, that are on their way."""
+
+COPIED_BYTES = 256 << 20
+"""That copies may take on a device until they are written, unless one alone takes more: no plan of its memory counts
+them."""
 
 
-def brought(groups: Sequence[Sequence[Any]], targets: Sequence[Sharding]) -> Iterator[list[jax.Array]]:
+def brought(groups: Sequence[Sequence[Any]], targets: Sequence[Sharding]) -> Generator[list[jax.Array], None, None]:
     """Groups of arrays, one after the other, where they are to be. Those that are there come as they are; others are
-    copied, a few groups ahead of the one that is asked for.
+    copied ahead of the group that is asked for, as many as `COPIED_BYTES` hold, or as the largest takes.
+
+    Who asks for the next group must have written the one before, and hold none of its copies: then there is room.
 
     targets: of each group.
     """
+    sizes = [sum(copied_bytes(one, target) for one in tensors) for tensors, target in zip(groups, targets, strict=True)]
+    most = max(COPIED_BYTES, *sizes, 0)
     with ThreadPoolExecutor(_THREADS) as threads:
         window: deque[list[jax.Array | Future[jax.Array]]] = deque()
-        for tensors, target in zip(groups, targets, strict=True):
-            window.append([one if _is_at(one, target) else threads.submit(_copied, one, target) for one in tensors])
-            if len(window) > _AHEAD:
+        ahead = 0  # bytes of copies in the window
+        for number, size in enumerate(sizes):
+            while ahead + size > most or len(window) >= _AHEAD:
+                ahead -= sizes[number - len(window)]
                 yield [_arrived(one) for one in window.popleft()]
+            tensors, target = groups[number], targets[number]
+            window.append([one if _is_at(one, target) else threads.submit(_copied, one, target) for one in tensors])
+            ahead += size
         while window:
             yield [_arrived(one) for one in window.popleft()]
+
+
+def copied_bytes(tensor: Any, target: Sharding) -> int:
+    """Bytes that a copy of an array takes on each of the devices where it is to be; 0 of one that is there."""
+    return 0 if _is_at(tensor, target) else int(tensor.nbytes)
 
 
 def _is_at(tensor: Any, target: Sharding) -> bool:

@@ -6,8 +6,8 @@
 """
 
 import re
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jpaged.api.errors import InvalidParameterError, shown
 from jpaged.api.weights import flat_weights
 from jpaged.models.loading.checkpoint import full_names
-from jpaged.models.loading.layouts import Layout, Places, brought, write, write_sharded
+from jpaged.models.loading.layouts import COPIED_BYTES, Layout, Places, brought, copied_bytes, write, write_sharded
 from jpaged.models.loading.pieces import Piece, single_kv_heads
 from jpaged.models.model import Model, Weights
 
@@ -34,6 +34,9 @@ _SHOWN = 5
 _AT_ONCE = 16
 """Arrays that one program writes into a parameter: it takes longer to start than to write an expert's tensor, of which
 mixtures have thousands."""
+
+_COPIED_AT_ONCE = COPIED_BYTES // 4
+"""Bytes of those that are copied before, unless one alone is larger: others are on their way while it runs."""
 
 
 @dataclass(frozen=True)
@@ -54,19 +57,34 @@ class Update:
     writes: tuple[Write, ...]
     is_complete: bool
 
-    @property
-    def groups(self) -> list[tuple[int, list[Any], Places]]:
+    def groups(self, targets: Sequence[Sharding]) -> list[tuple[int, list[Any], Places]]:
         """Arrays that one program writes: the index of their parameter, the arrays, and their places in it. In an order
-        that does not depend on the one in which they were given."""
+        that does not depend on the one in which they were given.
+
+        targets: of each parameter: where arrays must be to be written into it; those that are not are copied there.
+        """
         found = []
         ordered = sorted(self.writes, key=lambda one: (one.index, one.offsets))
         for index, of_parameter in groupby(ordered, key=lambda one: one.index):
-            writes = list(of_parameter)
-            for first in range(0, len(writes), _AT_ONCE):
-                some = writes[first : first + _AT_ONCE]
+            for some in _together(of_parameter, targets[index]):
                 places = Places(tuple(one.layout for one in some), tuple(one.offsets for one in some))
                 found.append((index, [one.array for one in some], places))
         return found
+
+
+def _together(writes: Iterable[Write], target: Sharding) -> Iterator[list[Write]]:
+    """Those into one parameter, in their order, as many at a time as one program writes."""
+    some: list[Write] = []
+    copied = 0
+    for one in writes:
+        size = copied_bytes(one.array, target)
+        if len(some) == _AT_ONCE or (some and copied and copied + size > _COPIED_AT_ONCE):
+            yield some
+            some, copied = [], 0
+        some.append(one)
+        copied += size
+    if some:
+        yield some
 
 
 @dataclass(frozen=True)
@@ -150,21 +168,21 @@ class WeightUpdater:
                 then new and some old, and some may be gone.
         """
         updated = list(weights)
-        groups = update.groups
-        targets = [_sharding_of_tensors(updated[index], self._mesh) for index, _, _ in groups]
-        underway: deque[int] = deque()
-        arriving = brought([tensors for _, tensors, _ in groups], targets)
-        for (index, given, places), tensors in zip(groups, arriving, strict=True):
-            if self._mesh is None:
-                updated[index] = write(updated[index], tensors, places)
-            else:
-                axis = self._shard.shard_axes[index]
-                updated[index] = write_sharded(updated[index], tensors, places, axis, self._mesh)
-            if any(tensor is not one for tensor, one in zip(tensors, given, strict=True)):
-                underway.append(index)  # copies wait for what frees them: only so many are on the device
-                if len(underway) > 2:
-                    updated[underway.popleft()].block_until_ready()
+        targets = [_sharding_of_tensors(parameter, self._mesh) for parameter in weights]
+        groups = update.groups(targets)
+        where = [targets[index] for index, _, _ in groups]
+        with closing(brought([given for _, given, _ in groups], where)) as arriving:
+            for index, given, places in groups:
+                # No name holds the arrays that came: copies are gone once they are written, and others may come.
+                updated[index] = self._write(index, updated[index], next(arriving), places)
+                if any(copied_bytes(one, targets[index]) for one in given):
+                    updated[index].block_until_ready()
         return tuple(updated)
+
+    def _write(self, index: int, parameter: jax.Array, tensors: Sequence[jax.Array], places: Places) -> jax.Array:
+        if self._mesh is None:
+            return write(parameter, tensors, places)
+        return write_sharded(parameter, tensors, places, self._shard.shard_axes[index], self._mesh)
 
     def read(self, weights: Sequence[jax.Array], form: WeightsForm) -> Any:
         """The weights as others hold them, in arrays of their own: copies.

@@ -56,8 +56,9 @@ def few_rows_product(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """norm(x) @ w + residual, summed in float32 and rounded once.
 
-    "triton" multiplies x by the norm's scale, rounds that to x's type, and divides sums by the root mean square; "xla"
-    rounds the norm (`numerics.rms_norm`) and the product.
+    "triton" multiplies x by the norm's scale, rounds that to x's type, and divides sums by the root mean square, which
+    float16 has not the range for: with a norm it is left to "xla", which rounds the norm (`numerics.rms_norm`) and the
+    product.
 
     Args:
         x: floats [M, K].
@@ -85,7 +86,7 @@ def few_rows_product(
         check.check_floats("residual", residual, "M, N")
         if residual.shape != (x.shape[0], w.shape[1]):
             raise ValueError(f"residual must be {(x.shape[0], w.shape[1])}, got shape {residual.shape}")
-    run = OP.pick(backend, x, w).run
+    run = OP.pick(backend, x, w, norm is not None).run
     if 0 in (*x.shape, w.shape[1]):
         raise ValueError(f"x and w must not be empty, got shapes {x.shape} and {w.shape}")
     out, normed = run(
@@ -94,11 +95,11 @@ def few_rows_product(
     return (out, normed) if gives_normed else out
 
 
-def few_rows_product_backend(x: Any, w: Any, backend: str | None = None) -> str:
+def few_rows_product_backend(x: Any, w: Any, backend: str | None = None, *, normed: bool = False) -> str:
     """The backend to take where other products have `backend`: a kernel's if there is one that is worth it, else "xla".
 
-    x, w: as of `few_rows_product`; shapes and dtypes are enough.
+    x, w: as of `few_rows_product`; shapes and dtypes are enough. normed: the norm is to be computed, too.
     """
-    if backend is not None and "," not in backend and OP.unsupported(canonical(backend), x, w) is not None:
+    if backend is not None and "," not in backend and OP.unsupported(canonical(backend), x, w, normed) is not None:
         return REFERENCE
-    return OP.pick(backend, x, w).backend
+    return OP.pick(backend, x, w, normed).backend

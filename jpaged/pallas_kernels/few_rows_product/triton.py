@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import triton
 import triton.language as tl
 
@@ -42,17 +43,20 @@ def default_config(columns: int) -> Config:
     return Config(32) if columns >= 4096 else Config(16)
 
 
-def unsupported(x: jax.Array, w: jax.Array) -> str | None:
-    """Why the kernel cannot take these (checked) arguments; None if it can."""
+def unsupported(x: jax.Array, w: jax.Array, normed: bool) -> str | None:
+    """Why the kernel cannot take these (checked) arguments; None if it can. normed: with a norm."""
     if x.dtype.itemsize != 2:
         return f"dtype {x.dtype}; it multiplies in 16 bits"
+    if normed and x.dtype == jnp.float16:
+        return "float16 has not the range for rows times a norm's scale, before they are divided"
     if x.shape[0] > ROWS:
         return f"{x.shape[0]} rows are more than {ROWS}"
     return None if w.shape[0] * w.shape[1] < 1 << 31 else f"w [{w.shape[0]}, {w.shape[1]}] has 2^31 elements or more"
 
 
-def worthwhile(x: jax.Array, w: jax.Array) -> bool:
+def worthwhile(x: jax.Array, w: jax.Array, normed: bool) -> bool:
     """Where w is small."""
+    del x, normed
     return w.shape[0] * w.shape[1] <= _MOST_WEIGHTS
 
 

@@ -1,12 +1,16 @@
 """Arrays on their way into a model's parameters: which are written together, and in what order they come."""
 
 import random
+import threading
+import weakref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jpaged.models import ModelConfig, build
+from jpaged.models.loading import layouts, live
 from jpaged.models.loading.layouts import brought
 from jpaged.models.loading.live import WeightUpdater
 from tests.tiny_models import tiny_model
@@ -26,9 +30,10 @@ def test_a_layers_experts_are_written_a_few_at_a_time_whatever_the_order_they_ar
     tensors = updater.read(weights, "huggingface")
     shuffled = list(tensors.items())
     random.Random(0).shuffle(shuffled)
-    groups = updater.match(tensors).groups
+    targets = [HERE] * len(weights)
+    groups = updater.match(tensors).groups(targets)
     assert [(index, places) for index, _, places in groups] == [
-        (index, places) for index, _, places in updater.match(dict(shuffled)).groups
+        (index, places) for index, _, places in updater.match(dict(shuffled)).groups(targets)
     ]
     sizes = [len(arrays) for _, arrays, _ in groups]
     assert max(sizes) == 16
@@ -47,3 +52,33 @@ def test_arrays_from_the_host_come_in_order_and_those_that_are_there_as_they_are
         assert same is there
         assert copied.sharding == HERE
         np.testing.assert_array_equal(copied, given[0])
+
+
+@pytest.mark.parametrize("most", [1 << 10, 60 << 10])  # less than the largest array has, and more
+def test_only_so_many_bytes_of_copies_from_the_host_are_there_at_a_time(most, monkeypatch):
+    updater = mixture(9)
+    weights = updater._model.init(0)
+    tensors = {name: np.asarray(array) for name, array in updater.read(weights, "huggingface").items()}
+    largest = max(array.nbytes for array in tensors.values())
+    assert max(most, largest) < sum(array.nbytes for array in tensors.values()) / 4
+    lock, now, peak, copied = threading.RLock(), 0, 0, layouts._copied
+
+    def count(size: int) -> None:
+        nonlocal now, peak
+        with lock:
+            now += size
+            peak = max(peak, now)
+
+    def counted(tensor, target):
+        count(tensor.nbytes)
+        copy = copied(tensor, target)
+        weakref.finalize(copy, count, -tensor.nbytes)
+        return copy
+
+    monkeypatch.setattr(layouts, "_copied", counted)
+    monkeypatch.setattr(layouts, "COPIED_BYTES", most)
+    monkeypatch.setattr(live, "_COPIED_AT_ONCE", most // 4)
+    written = updater.apply(jax.tree.map(jnp.zeros_like, weights), updater.match(tensors))
+    assert peak <= max(most, largest)
+    assert now == 0
+    assert all((one == other).all() for one, other in zip(written, weights, strict=True))

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jpaged import models
+from jpaged.models.linear import Linear, Product
 from jpaged.models.residual import Kernels
 from jpaged.pallas_kernels import few_rows_product, few_rows_product_backend
 from tests.pallas_kernels.marks import ON_GPU, WITH_TRITON, needs_triton
@@ -98,6 +100,25 @@ def test_it_is_taken_for_few_rows_of_small_matrices_in_16_bits():
     assert taken(8, 2048, 5120, jnp.bfloat16, "hopper") == "xla"  # which has no kernel of its own
     with pytest.raises(ValueError, match="17 rows"):
         few_rows_product(jnp.ones((17, 64), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16), backend="triton")
+
+
+@needs_triton
+def test_norms_of_large_rows_in_float16_are_left_to_xla():
+    """12,000 times a scale of 6 is more than float16 holds; the norm is not."""
+    x, w, scale, _ = draw(8, 256, 64, "float16")
+    x, scale = 4000 * x, 4 * scale
+    options = {"norm": scale, "norm_eps": EPS}
+    found, normed = few_rows_product(x, w, **options, gives_normed=True, backend="triton,xla")
+    check(found, x, w, scale, None, BITS["float16"])
+    np.testing.assert_allclose(np.asarray(normed, np.float64), exact(x, w, scale, None)[0], rtol=2.0**-9)
+    with pytest.raises(ValueError, match="float16 has not the range"):
+        few_rows_product(x, w, **options, backend="triton")
+    for backend in ("triton", "triton,xla"):
+        assert few_rows_product_backend(x, w, backend, normed=True) == "xla"
+        assert few_rows_product_backend(x, w, backend) == "triton"
+    layer = Linear((256,), (64,), 0.02, jnp.dtype(jnp.float16), nnx.Rngs(0))
+    assert not layer.takes_unnormed(x, "triton,xla")
+    assert isinstance(layer._term(x, "triton,xla"), Product)  # without a norm
 
 
 @needs_triton
