@@ -9,6 +9,7 @@ The processes start with the first constraint, or with `prepare`. If one dies, o
 are moved past their tokens there. What ends those, too, while it is taken up, fails that sequence.
 """
 
+import select
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -22,12 +23,13 @@ from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.text.grammar_follower import Follower
 from jpaged.text.grammar_guides import CompiledGrammar, Guide, changes_of, follow_message
 from jpaged.text.grammar_process import Followed, Made, MakeMasks, Place, Resume, Start
-from jpaged.text.grammar_shards import Processes, Shard, changed
+from jpaged.text.grammar_shards import ENDED, Processes, Shard, changed
 from jpaged.text.grammars import LARGE_VOCABULARY, GrammarTokenizer
 
 _MOST_COMPILED = 256
 _COMPILER_THREADS = 4
-ENDED = Place(failure="the process that follows grammars has ended")
+_TURN_MS = 20.0
+"""After which who waits for an answer looks whether another thread has taken it."""
 
 
 class GrammarCompiler:
@@ -263,8 +265,10 @@ class GrammarCompiler:
         return CompiledGrammar(process, number, shard, compiled, params, self._put)
 
     def _started(self) -> Processes:
-        """The processes, which are started if there are none."""
+        """The processes, which are started if there are none. Raises JPagedError once this is closed."""
         with self._start_lock:
+            if self._is_closed:
+                raise JPagedError("structured_outputs cannot be used: the engine has been closed.")
             if self._process is None or not self._process.is_alive:
                 if self._process is not None:
                     self._process.end()
@@ -285,7 +289,7 @@ class GrammarCompiler:
 
 
 def _ask(shard: Shard, message: object, answer: Callable[[Followed | Made | None], bool]) -> None:
-    """As `Shard.ask`; waits until the answer has been taken."""
+    """As `Shard.ask`; waits until the answer has been taken, by this thread or another one."""
     done = []
 
     def take(message: Followed | Made | None) -> bool:
@@ -294,10 +298,12 @@ def _ask(shard: Shard, message: object, answer: Callable[[Followed | Made | None
             done.append(True)
         return is_last
 
-    with shard.lock:
-        shard.ask(message, take)
-        while not done:
-            shard.pump(waits=True)
+    shard.ask(message, take)
+    while not done:
+        poll = select.poll()
+        if shard.register(poll):
+            poll.poll(_TURN_MS)
+        shard.pump()
 
 
 def _grow(grammar: CompiledGrammar) -> None:

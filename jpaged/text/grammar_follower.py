@@ -23,7 +23,7 @@ import numpy as np
 
 from jpaged.text.grammar_guides import Guide, follow_message
 from jpaged.text.grammar_process import Followed, Made, Place
-from jpaged.text.grammar_shards import Processes, Shard, changed
+from jpaged.text.grammar_shards import ENDED, Processes, Shard, changed
 
 
 class Follows(Protocol):
@@ -71,6 +71,7 @@ class Follower:
         self._late: queue.SimpleQueue[Answer | BaseException] = queue.SimpleQueue()
         self._to_revive: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._reviving, self._is_closed = threading.Lock(), False
         self._woken, self._wakes = socket.socketpair()
         self._wakes.setblocking(False)
         self.wake = partial(_wake, self._wakes)
@@ -117,8 +118,10 @@ class Follower:
             self._wait(1.0)
 
     def close(self) -> None:
-        """Ends its thread."""
-        self._to_revive.put(None)
+        """Ends its thread. What is still to come fails."""
+        with self._reviving:
+            self._is_closed = True
+            self._to_revive.put(None)
 
     def _wait(self, seconds: float) -> bool:
         if self._answers or not self._late.empty():
@@ -127,9 +130,7 @@ class Follower:
         poll.register(self._woken, select.POLLIN)
         for processes in self._processes:
             for shard in processes.shards:
-                if shard.is_awaited and shard.sock.fileno() >= 0:
-                    poll.register(shard.sock, select.POLLIN)
-                elif shard.is_awaited:
+                if shard.is_awaited and not shard.register(poll):
                     return True
         return bool(poll.poll(1e3 * seconds))
 
@@ -172,12 +173,22 @@ class Follower:
         shard.ask(follow_message(part.guides, part.tokens, part.guessed, part.last), answer)
 
     def _revive(self, part: Part) -> None:
-        """Has sequences taken up in other processes."""
-        if self._thread is None:
-            arguments = (self._compiler, self._to_revive, self._late, self._wakes)
-            self._thread = threading.Thread(target=_revive, args=arguments, name="jpaged-grammars", daemon=True)
-            self._thread.start()
-        self._to_revive.put(part)
+        """Has sequences taken up in other processes; fails them if this is closed, as nothing follows them any more."""
+        with self._reviving:
+            if self._is_closed:
+                fails = [ENDED] * len(part.slots)
+                self._late.put(Answer(part.slots, fails, None) if len(part.tokens) else _failed(part.slots))
+                return
+            if self._thread is None:
+                arguments = (self._compiler, self._to_revive, self._late, self._wakes)
+                self._thread = threading.Thread(target=_revive, args=arguments, name="jpaged-grammars", daemon=True)
+                self._thread.start()
+            self._to_revive.put(part)
+
+
+def _failed(slots: list[int]) -> Answer:
+    """For those that wait for masks."""
+    return Answer(slots, None, [ENDED.failure] * len(slots))
 
 
 def _wake(wakes: socket.socket) -> None:

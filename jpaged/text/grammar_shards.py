@@ -5,7 +5,9 @@
                 '-- compilers: sockets on which constraints are compiled, of all shards in turn
 
 A shard answers in the order in which it is asked. Whoever asks says what is to be done with the answer, and `pump` does
-it once the answer is there: the engine's thread asks all shards and goes on, and waits for none.
+it once the answer is there: the engine's thread asks all shards and goes on, and waits for none. Nor does it wait until
+a shard reads: what a socket does not take at once is sent by a later `pump`. So no two ends that write wait for each
+other.
 """
 
 import os
@@ -27,7 +29,7 @@ import numpy as np
 from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.text import grammar_process
 from jpaged.text.frames import read_frame, write_frame
-from jpaged.text.grammar_process import Compile, Compiled, Followed, Made, Start
+from jpaged.text.grammar_process import Compile, Compiled, Followed, Made, Place, Start
 from jpaged.text.helper_process import start_helper
 
 NUM_COMPILERS = 6
@@ -35,6 +37,8 @@ NUM_COMPILERS = 6
 _LENGTH = struct.Struct("<I")
 _decode = msgspec.msgpack.Decoder(Followed | Made).decode
 _encode = msgspec.msgpack.encode
+
+ENDED = Place(failure="the process that follows grammars has ended")
 
 Answer = Callable[["Followed | Made | None"], bool]
 """Takes an answer, None if there will be none. False: another one follows."""
@@ -44,7 +48,7 @@ class Shard:
     """One of the processes.
 
     ended, forgotten: numbers of guides and grammars that are no more, of which it is told with the next message.
-    num_live: guides that it follows. lock: held by who asks or takes answers.
+    num_live: guides that it follows. lock: held by who asks or takes answers, and by nobody who waits.
     """
 
     def __init__(self, processes: "Processes", sock: socket.socket) -> None:
@@ -54,6 +58,7 @@ class Shard:
         self.ended: deque[int] = deque()
         self.forgotten: deque[int] = deque()
         self.num_live = 0
+        self._unsent = bytearray()
         self._buffer = bytearray()
         self._expected: deque[Answer] = deque()
 
@@ -66,29 +71,46 @@ class Shard:
         """Sends a message, and says what is to be done with its answers."""
         with self.lock:
             self._expected.append(answer)
+            data = _encode(message)
+            self._unsent += _LENGTH.pack(len(data)) + data
+            self._send()
+
+    def pump(self) -> None:
+        """Sends what is left to send, and takes answers that have come."""
+        with self.lock:
+            self._send()
+            if not self._expected:
+                return
             try:
-                write_frame(self.sock, _encode(message))
+                part = self.sock.recv(1 << 18, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
             except OSError:
+                part = b""
+            if part:
+                self._buffer += part
+                self._take_frames()
+            else:
                 self.fail()
 
-    def pump(self, waits: bool = False) -> None:
-        """Takes answers that have come; waits: for one at least."""
-        with self.lock:
-            while self._expected:
-                try:
-                    part = self.sock.recv(1 << 18, 0 if waits and not self._has_frame() else socket.MSG_DONTWAIT)
-                except BlockingIOError:
-                    part = None
-                except OSError:
-                    part = b""
-                if part == b"":
-                    self.fail()
-                    return
-                if part:
-                    self._buffer += part
-                took = self._take_frames()
-                if took or not waits:
-                    return
+    def register(self, poll: select.poll) -> bool:
+        """Has a poll wait for what `pump` would do. Returns False if the socket is closed."""
+        if self.sock.fileno() < 0:
+            return False
+        poll.register(self.sock, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+        return True
+
+    def _send(self) -> None:
+        """As much as the socket takes now."""
+        while self._unsent:
+            try:
+                sent = self.sock.send(self._unsent, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError:
+                self.fail()
+                return
+            del self._unsent[:sent]
 
     def fail(self) -> None:
         """The process has ended: no answer will come."""
@@ -97,23 +119,21 @@ class Shard:
             processes.is_alive = False
         with self.lock:
             expected, self._expected = self._expected, deque()
+            self._unsent.clear()
             for answer in expected:
                 answer(None)
 
     def _has_frame(self) -> bool:
         return len(self._buffer) >= 4 and len(self._buffer) >= 4 + _LENGTH.unpack_from(self._buffer)[0]
 
-    def _take_frames(self) -> bool:
-        took = False
+    def _take_frames(self) -> None:
         while self._expected and self._has_frame():
             end = 4 + _LENGTH.unpack_from(self._buffer)[0]
             message = _decode(memoryview(self._buffer)[4:end])
             del self._buffer[:end]
-            took = True
             answer = self._expected.popleft()
             if not answer(message):
                 self._expected.appendleft(answer)
-        return took
 
 
 class Processes:
@@ -170,15 +190,6 @@ class Processes:
                 self.compilers.append((own, sock))
             return None if answer is None else (own, answer)
         return None
-
-    def wait(self, seconds: float) -> None:
-        """Until an answer may have come from one of the shards that are awaited, at most so long."""
-        poll = select.poll()
-        with suppress(OSError, ValueError):  # of sockets that are closed
-            for shard in self.shards:
-                if shard.is_awaited:
-                    poll.register(shard.sock, select.POLLIN)
-            poll.poll(1e3 * seconds)
 
     def _exchange(self, sock: socket.socket, message: object, answer: Any) -> Any:
         try:

@@ -2,18 +2,23 @@
 
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 
+from jpaged.api.errors import JPagedError
 from jpaged.api.structured_outputs import StructuredOutputsParams as Structured
 from jpaged.assets import demo_model_path
-from jpaged.text import grammar_guides
+from jpaged.text import frames, grammar_guides
 from jpaged.text.grammar_compiler import GrammarCompiler
+from jpaged.text.grammar_process import Changes, Made, MakeMasks
+from jpaged.text.grammar_shards import Shard
 from jpaged.text.grammars import GrammarTokenizer
 from jpaged.text.tokenizer import Tokenizer
 
@@ -159,3 +164,56 @@ def test_a_constraint_that_takes_long_to_compile_gets_more_shards_beside_the_wor
     assert {guide.shard for guide in spread} == set(compiler._process.shards)
     masks = compiler.make_masks(spread, [None] * len(spread))
     assert all(np.array_equal(mask, masks[0]) for mask in masks)
+
+
+def test_who_asks_does_not_wait_for_a_shard_that_writes():
+    """A shard that is writing reads nothing, and what it does not read fills the socket."""
+    ours, theirs = socket.socketpair()
+    owner = threading.local()  # of the shard, which sees it weakly
+    shard = Shard(owner, ours)
+    come = []
+    message = MakeMasks(Changes([], [(i, Structured(regex="a" * 250_000)) for i in range(2)], [], []), [1])
+    asking = threading.Thread(target=lambda: [shard.ask(message, lambda made: not come.append(made)) for _ in range(3)])
+    asking.start()
+    asking.join(20)
+    assert not asking.is_alive()
+
+    decoder = msgspec.msgpack.Decoder(MakeMasks)
+    read = []
+
+    def serve():
+        for _ in range(3):
+            frames.write_frame(theirs, msgspec.msgpack.encode(Made([bytes(1_000_000)], [False])))
+            read.append(decoder.decode(frames.read_frame(theirs)))
+
+    serving = threading.Thread(target=serve)
+    serving.start()
+    ends = time.monotonic() + 20
+    while serving.is_alive() or shard.is_awaited:
+        shard.pump()
+        assert time.monotonic() < ends
+    assert read == [message] * 3
+    assert [len(made.masks[0]) for made in come] == [1_000_000] * 3
+    theirs.close()
+    ours.close()
+
+
+def test_what_is_to_come_fails_once_all_is_closed_and_nothing_starts_again(compiler, tokenizer):
+    grammar = compiler.compile(Structured(regex="[ab]{3}")).result()
+    guides = [grammar.begin(False) for _ in range(2)]
+    follower = compiler.follower()
+    follower.put(job_of(guides, [token_of(tokenizer, "a")], False))
+    follower.close()
+    compiler.close()
+    process = compiler._process
+    places, masks = {}, {}
+    for answer in follower.take_all(waits=True):
+        (places if answer.places else masks).update(dict.fromkeys(answer.slots))
+    assert places or masks
+    follower.put(job_of(guides, [token_of(tokenizer, "a")], False))
+    failed, _ = answers(follower, 2)
+    assert all("has ended" in place.failure for place in failed.values())
+    with pytest.raises(JPagedError, match="the engine has been closed"):
+        compiler.compile(Structured(regex="[cd]{3}")).result()
+    assert compiler._process is process
+    assert not process.is_alive

@@ -279,14 +279,16 @@ def _draw_and_rank(
     *,
     backend: str | None,
 ) -> tuple[jax.Array, jax.Array, None, jax.Array]:
-    """As `_draw`, for rows of which some truncate; and `SampleOutput.ranked`. The tokens of the other rows are the
-    first ones of those, whatever a kernel that draws too rounds otherwise.
+    """As `_draw`, for rows of which some truncate; and `SampleOutput.ranked`. Its first token is the one drawn, though
+    kernels may have rounded otherwise: so a row's token does not depend on the variant of its step.
     """
     token_ids, is_finite = _draw(logits, slots, positions, state, collectives, truncates=True, backend=backend)
     temperature = state.temperature[slots]
     temperature = jnp.where(temperature < GREEDY_TEMPERATURE, 0.0, temperature)
     operands = Operands(logits, temperature, None, None, None, state.seed[slots], positions)
     scores = sample_reference.scores_of(operands, None if collectives.size == 1 else collectives)
+    if collectives.size == 1:
+        scores = jnp.where(jnp.arange(scores.shape[1]) == token_ids[:, None], _INF, scores)
     ranked, best = top_k(scores, NUM_RANKED, collectives)
     ranked = jnp.where(best == -_INF, NO_TOKEN, ranked)
     ranked = jnp.pad(ranked, ((0, 0), (0, NUM_RANKED - ranked.shape[1])), constant_values=NO_TOKEN)

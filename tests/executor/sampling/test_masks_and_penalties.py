@@ -1,5 +1,6 @@
 """What is done to logits, against an independent reference, and at its edges."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -93,6 +94,24 @@ def test_a_row_ranks_what_it_would_draw_if_the_tokens_before_were_not_allowed(te
         drawn = slots.sample(left, rows, positions, SAMPLING)
         assert drawn.token_ids.tolist() == first.ranked[:, k].tolist()
         left[np.arange(64), drawn.token_ids] = -np.inf
+
+
+def test_the_token_that_is_drawn_ranks_first_whatever_a_kernel_rounds(monkeypatch):
+    """So a row's token does not depend on whether a constrained one is beside it, nor a guess on its step's variant."""
+    slots = Slots().start(SamplingParams(temperature=1.0, structured_outputs=CONSTRAINED), 2, seed=7)
+    slots.masks = set_masks(slots.masks, np.array([2]), mask_of(*range(VOCAB))[None])
+    logits = np.stack([request_logits(seed) for seed in range(64)])
+    rows, positions = jnp.full(64, 2), jnp.arange(64)
+
+    def draw():
+        return sampler._draw_and_rank(jnp.asarray(logits), rows, positions, slots.state, sampler.ALONE, backend="xla")
+
+    token_ids, _, _, ranked = draw()
+    assert token_ids.tolist() == ranked[:, 0].tolist()
+    monkeypatch.setattr(sampler, "_draw", lambda *_, **__: (ranked[:, 1], jnp.ones(64, bool)))
+    token_ids, _, _, rounded = draw()
+    assert token_ids.tolist() == ranked[:, 1].tolist()
+    assert rounded[:, :3].tolist() == ranked[:, jnp.array([1, 0, 2])].tolist()
 
 
 def test_what_is_ranked_is_allowed_and_rows_that_truncate_rank_nothing():
