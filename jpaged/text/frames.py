@@ -9,9 +9,14 @@ NO_TOKEN = -1
 _LENGTH = struct.Struct("<I")
 
 
+def framed(data: bytes) -> bytes:
+    """One message as it is sent."""
+    return _LENGTH.pack(len(data)) + data
+
+
 def write_frame(sock: socket.socket, data: bytes) -> None:
     """Sends one message."""
-    sock.sendall(_LENGTH.pack(len(data)) + data)
+    sock.sendall(framed(data))
 
 
 def read_frame(sock: socket.socket, deadline: float | None = None) -> bytes | None:

@@ -176,19 +176,15 @@ class Follower:
         """Has sequences taken up in other processes; fails them if this is closed, as nothing follows them any more."""
         with self._reviving:
             if self._is_closed:
-                fails = [ENDED] * len(part.slots)
-                self._late.put(Answer(part.slots, fails, None) if len(part.tokens) else _failed(part.slots))
+                count = len(part.slots)
+                fails = ([ENDED] * count, None) if len(part.tokens) else (None, [ENDED.failure] * count)
+                self._late.put(Answer(part.slots, *fails))
                 return
             if self._thread is None:
                 arguments = (self._compiler, self._to_revive, self._late, self._wakes)
                 self._thread = threading.Thread(target=_revive, args=arguments, name="jpaged-grammars", daemon=True)
                 self._thread.start()
             self._to_revive.put(part)
-
-
-def _failed(slots: list[int]) -> Answer:
-    """For those that wait for masks."""
-    return Answer(slots, None, [ENDED.failure] * len(slots))
 
 
 def _wake(wakes: socket.socket) -> None:

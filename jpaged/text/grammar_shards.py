@@ -28,7 +28,7 @@ import numpy as np
 
 from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.text import grammar_process
-from jpaged.text.frames import read_frame, write_frame
+from jpaged.text.frames import framed, read_frame, write_frame
 from jpaged.text.grammar_process import Compile, Compiled, Followed, Made, Place, Start
 from jpaged.text.helper_process import start_helper
 
@@ -71,8 +71,7 @@ class Shard:
         """Sends a message, and says what is to be done with its answers."""
         with self.lock:
             self._expected.append(answer)
-            data = _encode(message)
-            self._unsent += _LENGTH.pack(len(data)) + data
+            self._unsent += framed(_encode(message))
             self._send()
 
     def pump(self) -> None:

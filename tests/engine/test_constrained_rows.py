@@ -19,7 +19,7 @@ import pytest
 
 from jpaged.api.errors import InvalidParameterError
 from jpaged.api.structured_outputs import StructuredOutputsParams
-from jpaged.engine.constraints.company import LEAST_HALVED, gain_by_chunks
+from jpaged.engine.constraints.batch_gate import LEAST_HALVED, gain_by_chunks
 from jpaged.engine.constraints.grammars import ConstrainedRows
 from jpaged.engine.constraints.searches import Searches
 from jpaged.engine.interface import NO_TOKEN, CacheGroup

@@ -43,7 +43,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from jpaged.engine.constraints.company import Company, are_enough, gain_by_chunks, most_together
+from jpaged.engine.constraints.batch_gate import BatchGate, are_enough, gain_by_chunks, most_together
 from jpaged.engine.constraints.constrained_sequence import ANY, AllowedGuess, ConstrainedSequence, HeldGuess, places_of
 from jpaged.engine.constraints.dependent_rows import Confirmed, DependentRows, Ended, Taken
 from jpaged.engine.constraints.following import Grammar, Grammars, Job, Place, Result
@@ -91,7 +91,7 @@ class ConstrainedRows(DependentRows):
         self._has_failed = False
         self._has_taken = False  # something has come from the maker since `collect`
         self._keeps_back = False  # rows that are ready wait for others
-        self._company = Company()
+        self._gate = BatchGate()
 
     def group_of(self, request: Request) -> SequenceGroup | None:
         """The group of a request with structured_outputs, which begin to be compiled."""
@@ -239,7 +239,7 @@ class ConstrainedRows(DependentRows):
         """Rows whose masks have come, or who guess, are ready. Returns the sequences whose forced tokens are to be
         computed.
         """
-        self._keeps_back = self._company.gains(num_queued, self._num_here, self._num_all, self._are_enough())
+        self._keeps_back = self._gate.should_wait(num_queued, self._num_here, self._num_all, self._are_enough())
         if self._keeps_back:
             return []
         come, self._come = self._come, []
@@ -282,7 +282,7 @@ class ConstrainedRows(DependentRows):
     def planned(self, step_id: int, rows: np.ndarray) -> None:
         super().planned(step_id, rows)
         self._planned = rows
-        self._company.left()
+        self._gate.reset()
 
     def contribute(self, plan: PlanInProgress) -> None:
         """Adds the masks that the device does not have yet, of the rows that sample in this plan."""

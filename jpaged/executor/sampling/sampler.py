@@ -294,6 +294,7 @@ def _draw_and_rank(
     ranked = jnp.pad(ranked, ((0, 0), (0, NUM_RANKED - ranked.shape[1])), constant_values=NO_TOKEN)
     keeps_all = (state.top_k[slots] <= 0) & (state.top_p[slots] >= 1) & (state.min_p[slots] <= 0)
     keeps_all |= temperature <= 0
+    # Of several shards; one alone ranks what it drew first.
     token_ids = jnp.where(keeps_all & (ranked[:, 0] != NO_TOKEN), ranked[:, 0], token_ids)
     return token_ids, is_finite, None, jnp.where(keeps_all[:, None], ranked, NO_TOKEN)
 

@@ -18,19 +18,19 @@ _CHUNKS_COST = 0.3
 """What a step takes longer with chunks, as a share of what a step without takes; estimated, not measured."""
 
 
-class Company:
+class BatchGate:
     """Decides whether rows wait for others."""
 
     def __init__(self) -> None:
         self._waits_since: float | None = None  # when the first of them became ready
 
-    def gains(self, num_queued: int | None, num_here: int, num_all: int, are_enough: bool) -> bool:
+    def should_wait(self, num_queued: int | None, num_here: int, num_all: int, are_enough: bool) -> bool:
         """Whether rows that could run now will have run as soon, and with more others, if they are planned later.
 
         num_queued: as of `DependentRows.prepare`. num_here: rows that could run, of `num_all`. are_enough: as below.
         """
         if num_queued is None or not num_here:
-            self.left()
+            self.reset()
             return False
         if num_queued > (num_all > LEAST_HALVED):
             return True
@@ -41,8 +41,8 @@ class Company:
             self._waits_since = now
         return now - self._waits_since < _PATIENCE_S
 
-    def left(self) -> None:
-        """They run."""
+    def reset(self) -> None:
+        """They run: who comes next waits from then on."""
         self._waits_since = None
 
 
