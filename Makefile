@@ -80,7 +80,7 @@ test-tunix:
 test-clients: install-test
 	test -x $(VENV)-clients/bin/pip || $(PYTHON) -m venv $(VENV)-clients
 	$(VENV)-clients/bin/python -m pip install --quiet --disable-pip-version-check \
-		openai anthropic instructor langchain-openai "pydantic-ai-slim[openai]" litellm
+		openai anthropic instructor langchain-openai "pydantic-ai-slim[openai]" "opentelemetry-api<1.39" litellm
 	$(BIN)/python -m tests.drills.agents --python $(VENV)-clients/bin/python $(ARGS)
 
 test-browser: install-test

@@ -1,6 +1,6 @@
 """How far log-probabilities in bfloat16 are from float32: of jpaged, and of transformers, on the same checkpoints.
 
-    python benchmarks/against_transformers.py --json FILE                        five families; needs torch
+    python benchmarks/against_transformers.py --together 5 --json FILE           five families at once; needs torch
     python benchmarks/against_transformers.py --size tiny --model gpt-oss-20b    in a minute on a CPU
 
 Of each family a random checkpoint in bfloat16 is written: a published configuration with fewer layers and smaller
@@ -14,7 +14,8 @@ is compared with float32's:
     floor        the same of float32 log-probabilities with each position's logits rounded to bfloat16 once
 
 Weights have variance 1 / inputs, so that every layer changes what comes after it, and heads make distributions about as
-sharp as a trained model's. torch and JAX run in processes of their own, one after the other.
+sharp as a trained model's. Of each model torch writes, JAX serves and torch compares, in processes of their own.
+FILE has the models that are done; the last line says which failed.
 """
 
 import argparse
@@ -23,8 +24,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,8 @@ import numpy as np
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# JAX takes memory as it needs it: other processes, and other users, find the rest free.
+os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
 LENGTHS = (1, 2, 7, 16, 65, 130, 500, 1024, 1900, 3000, 6000)
 TINY_LENGTHS = (1, 2, 7, 16, 65, 130)
@@ -83,21 +88,20 @@ def config_of(name: str, size: str) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------- torch: the checkpoints
 
 
-def write_checkpoints(args: argparse.Namespace) -> None:
+def write_checkpoint(args: argparse.Namespace) -> None:
     import torch
     import transformers
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    for seed, name in enumerate(args.model):
-        config = config_of(name, args.size)
-        torch.manual_seed(seed)
-        with torch.device(device), torch.no_grad():
-            described = transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))
-            model = transformers.AutoModelForCausalLM.from_config(described, dtype=torch.float32)
-            for parameter, weight in model.named_parameters():
-                _draw(config, parameter, weight)
-        model.to(torch.bfloat16).save_pretrained(args.directory / name)
-        (args.directory / name / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
+    name = args.model[0]
+    config = config_of(name, args.size)
+    torch.manual_seed(zlib.crc32(name.encode()))
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"), torch.no_grad():
+        described = transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))
+        model = transformers.AutoModelForCausalLM.from_config(described, dtype=torch.float32)
+        for parameter, weight in model.named_parameters():
+            _draw(config, parameter, weight)
+    model.to(torch.bfloat16).save_pretrained(args.directory / name)
+    (args.directory / name / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
 
 
 def _draw(config: dict[str, Any], name: str, weight: Any) -> None:
@@ -120,21 +124,21 @@ def _draw(config: dict[str, Any], name: str, weight: Any) -> None:
 
 
 def serve(args: argparse.Namespace) -> None:
-    """Of one model: each has a process of its own, and all of the device."""
     from jpaged import LLM, SamplingParams
     from jpaged.frontend.inputs import TokensPrompt
 
     (name,) = args.model
     begun, longest = time.perf_counter(), max(args.lengths) + NEW_TOKENS
     rng = np.random.default_rng(zlib.crc32(name.encode()))
-    vocab = config_of(name, args.size)["vocab_size"]
+    config = config_of(name, args.size)
+    vocab, blocks = config["vocab_size"], sum(args.lengths) // 16 + 16 * len(args.lengths)
     prompts = [rng.integers(3, vocab, length).tolist() for length in args.lengths]
     llm = LLM(
         str(args.directory / name),
         dtype="bfloat16",
         max_model_len=-(-longest // 64) * 64,
         block_size=16,
-        num_gpu_blocks_override=sum(args.lengths) // 16 + 16 * len(args.lengths),
+        num_gpu_blocks_override=blocks * config["num_hidden_layers"],  # layers form that many groups at most
         max_num_seqs=16,
         max_num_batched_tokens=args.batched_tokens,
         decode_buckets=(16,),
@@ -169,35 +173,33 @@ def compare(args: argparse.Namespace) -> None:
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    results = []
-    for name in args.model:
-        with np.load(args.directory / f"{name}.npz") as found:
-            rows = [found[f"tokens_{i}"] for i in range(len(args.lengths))]
-            ours = [found[f"logprobs_{i}"] for i in range(len(args.lengths))]
-        eager = {"attn_implementation": "eager"} if name.startswith("gpt-oss") else {}  # others leave sinks out
-        read: dict[Any, list[np.ndarray]] = {}
-        for dtype in (torch.float32, torch.bfloat16):
-            model = transformers.AutoModelForCausalLM.from_pretrained(args.directory / name, dtype=dtype, **eager)
-            model = model.eval().to(device)
-            with torch.no_grad():
-                both = [_log_probabilities(model, torch.tensor(row, device=device)) for row in rows]
-            read[dtype] = [plain for plain, _ in both]
-            if dtype == torch.float32:
-                read["rounded"] = [rounded for _, rounded in both]
-            del model
-            if device == "cuda":
-                torch.cuda.empty_cache()
-        exact = read[torch.float32]
-        figures = {"model": name, "positions": int(sum(map(len, exact)))}
-        for label, of_rows in (("jpaged", ours), ("bfloat16", read[torch.bfloat16]), ("floor", read["rounded"])):
-            figures[label] = _distances(of_rows, exact)
-        figures["mean_by_prompt"] = {
-            str(length): {"jpaged": float(np.abs(a - e).mean()), "bfloat16": float(np.abs(b - e).mean())}
-            for length, a, b, e in zip(args.lengths, ours, read[torch.bfloat16], exact, strict=True)
-        }
-        results.append(figures)
-        print(_line(figures), flush=True)
-    (args.directory / "results.json").write_text(json.dumps(results))
+    (name,) = args.model
+    with np.load(args.directory / f"{name}.npz") as found:
+        rows = [found[f"tokens_{i}"] for i in range(len(args.lengths))]
+        ours = [found[f"logprobs_{i}"] for i in range(len(args.lengths))]
+    eager = {"attn_implementation": "eager"} if name.startswith("gpt-oss") else {}  # others leave sinks out
+    read: dict[Any, list[np.ndarray]] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = transformers.AutoModelForCausalLM.from_pretrained(args.directory / name, dtype=dtype, **eager)
+        model = model.eval().to(device)
+        with torch.no_grad():
+            both = [_log_probabilities(model, torch.tensor(row, device=device)) for row in rows]
+        read[dtype] = [plain for plain, _ in both]
+        if dtype == torch.float32:
+            read["rounded"] = [rounded for _, rounded in both]
+        del model
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    exact = read[torch.float32]
+    figures = {"model": name, "positions": int(sum(map(len, exact)))}
+    for label, of_rows in (("jpaged", ours), ("bfloat16", read[torch.bfloat16]), ("floor", read["rounded"])):
+        figures[label] = _distances(of_rows, exact)
+    figures["mean_by_prompt"] = {
+        str(length): {"jpaged": float(np.abs(a - e).mean()), "bfloat16": float(np.abs(b - e).mean())}
+        for length, a, b, e in zip(args.lengths, ours, read[torch.bfloat16], exact, strict=True)
+    }
+    print(_line(figures), flush=True)
+    (args.directory / f"{name}.json").write_text(json.dumps(figures))
 
 
 def _log_probabilities(model: Any, row: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -232,13 +234,14 @@ def _line(figures: dict[str, Any]) -> str:
 
 # ------------------------------------------------------------------------------------------------------------ the whole
 
-PARTS = {"write": write_checkpoints, "serve": serve, "compare": compare}
+PARTS = {"write": write_checkpoint, "serve": serve, "compare": compare}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=MODELS, help="may be repeated (default: all)")
     parser.add_argument("--size", choices=("modest", "tiny"), default="modest", help="of the models and prompts")
+    parser.add_argument("--together", type=int, default=1, metavar="N", help="models at a time (default: 1)")
     parser.add_argument("--directory", type=Path, help="where checkpoints are kept (default: a temporary one)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write JSON")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
@@ -249,39 +252,42 @@ def main() -> int:
     if args.part:
         PARTS[args.part](args)
         return 0
-    with tempfile.TemporaryDirectory() as temporary:
+    results: dict[str, Any] = {}
+    lock = threading.Lock()
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(args.together) as pool:
         directory = args.directory or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        options = ["--size", args.size, "--directory", str(directory)]
-        served, failed = [], 0
-        _run("write", args.model, options)
-        for name in args.model:
-            if _run("serve", [name], options) == 0:
-                served.append(name)
-            else:
-                failed = 1
-                print(f"{name} failed; it is left out", flush=True)
-        if not served or _run("compare", served, options) != 0:
-            return 1
-        results = json.loads((directory / "results.json").read_text())
-    if args.json:
-        from jpaged.bench.report import write_report
 
-        settings = {"size": args.size, "lengths": args.lengths, "new_tokens": NEW_TOKENS, "models": args.model}
-        write_report(args.json, "against transformers", settings, results)
-    return failed
+        def finish(name: str) -> None:
+            if not all(_run(part, name, args.size, directory) for part in PARTS):
+                return
+            with lock:
+                results[name] = json.loads((directory / f"{name}.json").read_text())
+                if args.json:
+                    _report(args, [results[name] for name in args.model if name in results])
+
+        list(pool.map(finish, args.model))
+    failed = [name for name in args.model if name not in results]
+    print(f"failed: {', '.join(failed)}" if failed else "all compared", flush=True)
+    return 1 if failed else 0
 
 
-def _run(part: str, names: list[str], options: list[str]) -> int:
-    """Runs a part in a process of its own. Returns its exit status."""
+def _report(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
+    from jpaged.bench.report import write_report
+
+    settings = {"size": args.size, "lengths": args.lengths, "new_tokens": NEW_TOKENS, "models": args.model}
+    write_report(args.json, "against transformers", settings, results, says_so=False)
+
+
+def _run(part: str, name: str, size: str, directory: Path) -> bool:
+    """Runs a part in a process of its own. Returns whether it succeeded; if not, the end of what it said is shown."""
     begun = time.perf_counter()
-    words = [word for name in names for word in ("--model", name)]
-    # JAX takes memory as it needs it: the next process finds all of it free, and another user's is left alone.
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    command = [sys.executable, __file__, "--part", part, *options, *words]
-    status = subprocess.run(command, env=environment, check=False).returncode
-    print(f"{part}: {time.perf_counter() - begun:.1f} s", flush=True)
-    return status
+    options = ["--part", part, "--model", name, "--size", size, "--directory", str(directory)]
+    command = [sys.executable, __file__, *options]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = ran.stdout.strip() if ran.returncode == 0 else f"failed\n{(ran.stdout + ran.stderr)[-3000:]}"
+    print(f"{time.perf_counter() - begun:5.1f} s  {part:7s} {name}  {said}", flush=True)
+    return ran.returncode == 0
 
 
 if __name__ == "__main__":

@@ -27,7 +27,10 @@ from jpaged.bench import kernels
 from jpaged.bench.kernel_cases import products
 from jpaged.bench.kernel_cases.case import L2_BYTES, normal
 from jpaged.pallas_kernels.fp8_product import triton as fp8
+from jpaged.pallas_kernels.fp8_product.operands import Operands as Fp8Operands
+from jpaged.pallas_kernels.fp8_product.operands import Options
 from jpaged.pallas_kernels.int4_product import triton as int4
+from jpaged.pallas_kernels.int4_product.operands import Operands as Int4Operands
 
 Config = fp8.Config | int4.Config
 _FORMS = {"weights": "FP8 weights", "int4": "4 bits"}
@@ -60,10 +63,10 @@ def operands(kind: str, rows: int, outputs: int, inputs: int) -> tuple[list[Any]
 
 def product(kind: str, config: Config) -> Callable[..., jax.Array]:
     if kind == "int4":
-        return lambda x, w, scale: int4.int4_product(x, w, scale, None, None, group=128, dtype=x.dtype, config=config)
-    options: dict[str, Any] = {"group": None, "activations": "none", "upper_bound": None}
-    options |= {"dtype": jnp.bfloat16, "config": config}
-    return lambda x, w, scale: fp8.fp8_product(x, w, scale, None, **options)
+        run = partial(int4.int4_product, group=128, dtype=jnp.bfloat16, config=config)
+        return lambda x, w, scale: run(Int4Operands(x, w, scale, None, None))
+    options = Options(group=None, activations="none", upper_bound=None, dtype=jnp.dtype(jnp.bfloat16))
+    return lambda x, w, scale: fp8.fp8_product(Fp8Operands(x, w, scale, None), options, config)
 
 
 def figure(kind: str, config: Config, given: tuple[list[Any], list[Any], jax.Array]) -> float:

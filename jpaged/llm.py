@@ -459,7 +459,7 @@ class LLM:
                 or "continue" with those that the old weights have computed.
         Raises:
             InvalidParameterError: arrays are missing or surplus, or of another shape or type; the message names them.
-                The engine goes on with the weights that it has.
+                Or an array is the engine's own, or JAX is tracing. The engine goes on with the weights that it has.
             EngineDeadError: the device failed in the middle; the engine is of no more use.
         """
         with Interruptible() as interrupt, self._between_steps:

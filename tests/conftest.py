@@ -1,11 +1,13 @@
-"""Shared by all tests: the CPU as the device, programs that compile quickly, one compilation cache for all workers, and
-Ctrl-C that is heard.
+"""Shared by all tests: the CPU as the device, programs that compile quickly, one compilation cache for all workers,
+bytecode that is kept, few collections of garbage, and Ctrl-C that is heard.
 
 `--fast` leaves only the tests named in `FAST`, without those marked `long`, and fails those that compile a program.
 """
 
+import gc
 import os
 import signal
+import sys
 import tempfile
 from functools import cache
 from importlib.metadata import version
@@ -38,6 +40,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("JPAGED_CACHE_DIR", str(Path(tempfile.gettempdir()) / "jpaged-tests"))
 # PyTorch's threads: tiny models gain nothing from more, and on a busy machine lose up to fifty times.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The tests start some hundred processes, each of which would compile the sources of this package for half a second.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's `&` has it, for all that is started here as well
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -82,6 +88,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # else only its workers collect
+        gc.disable()  # imports and collection make millions of objects that all stay
     if not config.getoption("--fast"):
         return
     if missing := [name for name in FAST if not (TESTS / name).exists()]:
@@ -108,6 +116,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @cache

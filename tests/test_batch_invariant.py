@@ -31,7 +31,10 @@ def start(name: str, directory: Any, **options: Any) -> LLMEngine:
     return LLMEngine(EngineArgs(**TINY_ENGINE | SHAPES | own | options))
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module",  # one worker runs all tests of a model, so that it is compiled and run alone once
+    params=[pytest.param(name, marks=pytest.mark.xdist_group(f"invariant-{name}")) for name in MODELS],
+)
 def engine(request, tmp_path_factory) -> Iterator[LLMEngine]:
     engine = start(request.param, tmp_path_factory.mktemp("tiny"), batch_invariant=True)
     yield engine

@@ -53,7 +53,7 @@ def test_tokens_and_scores_by_every_path_are_those_of_transformers(
 
     assert found["expanded"] == (case.name in EXPANDED)
     assert found["prefix hits"] == tokens
-    assert (found["hits"] > 0) == (case.name not in HYBRID)
+    assert found["hits"] > 0
     assert all(generated == tokens for generated in found["preempted"])
     assert found["preemptions"] > 0
     assert found["samples"] == [tokens[3]] * NUM_SAMPLES
@@ -66,6 +66,7 @@ def test_tokens_and_scores_by_every_path_are_those_of_transformers(
 
     if case.name in HYBRID:
         assert found["small chunks"] == tokens
+        assert all(found[f"split states {degree}"] == [tokens, found["hits"]] for degree in degrees(case.name))
 
     prompt = prompts()[-1]
     with torch.no_grad():

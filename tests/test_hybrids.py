@@ -17,7 +17,8 @@ import pytest
 from jpaged import BeamSearchParams, EngineArgs, LLMEngine, SamplingParams, models
 from jpaged.api.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from jpaged.engine.constraints.grammars import ConstrainedRows
-from jpaged.executor.start.startup import most_sequences
+from jpaged.executor.config import ExecutorConfig
+from jpaged.executor.start.shapes import most_sequences, with_snapshots
 from jpaged.models import MambaState, ModelConfig
 from jpaged.training import token_logprobs
 from tests.tiny_models import VOCAB_SIZE, TinyModel, tiny_model, torch_model, write_tiny_model
@@ -36,6 +37,7 @@ ARGS: dict[str, Any] = {
     "max_num_batched_tokens": 16,
     "decode_buckets": (4,),
     "token_buckets": (16,),
+    "state_snapshot_tokens": 4,
     "skip_tokenizer_init": True,
     "verbose": False,
 }
@@ -82,7 +84,7 @@ def finish(engine: LLMEngine, count: int) -> list[list[int]]:
 
 def fill_states(engine: LLMEngine, value: float) -> None:
     held = engine.startup.runner._held
-    held["recurrent"] = jax.tree.map(lambda x: jnp.full_like(x, value), held["recurrent"])
+    held["recurrent"] = jax.tree.map(lambda x: x.at[: ARGS["max_num_seqs"]].set(value), held["recurrent"])
 
 
 @pytest.mark.parametrize("kind", ["engine", "mamba"])
@@ -141,12 +143,144 @@ def test_states_are_given_back_while_the_engine_sleeps(engine: LLMEngine) -> Non
     assert run(engine, requests) == expected
 
 
-def test_there_is_no_prefix_cache(engine: LLMEngine) -> None:
-    requests = [[7] * 30] * 3
-    assert len({tuple(tokens) for tokens in run(engine, requests) + run(engine, requests)}) == 1
-    assert engine.get_metrics().prefix_cache_hits == 0
-    with pytest.raises(InvalidParameterError, match="recurrent layers have no prefix cache"):
+def without_cache(engine: LLMEngine) -> LLMEngine:
+    """On the same programs. The two may take turns, and each forgets its prefixes then."""
+    return LLMEngine(replace(engine.args, enable_prefix_caching=False), engine.startup)
+
+
+def generate(engine: LLMEngine, prompt: list[int], params: SamplingParams = GREEDY) -> tuple[list[int], int, int]:
+    """Tokens, how many of the prompt were cached, and how many tokens steps computed without sampling each."""
+    before = engine.get_metrics().prefilled_tokens
+    engine.add_request("one", prompt, params)
+    output: Any = None
+    while engine.has_unfinished_requests():
+        output = (engine.step() or [output])[-1]
+    return list(output.outputs[0].token_ids), output.num_cached_tokens, engine.get_metrics().prefilled_tokens - before
+
+
+@pytest.mark.parametrize("kind", ["engine", "mamba"])
+def test_a_prompt_that_comes_again_computes_its_last_tokens_alone(kind: str, request: pytest.FixtureRequest) -> None:
+    engine: LLMEngine = request.getfixturevalue(kind)
+    plain, rng = without_cache(engine), np.random.default_rng(11)
+    some = [rng.integers(3, VOCAB_SIZE, length).tolist() for length in (29, 32, 33)]
+    expected = [generate(plain, prompt)[0] for prompt in some]
+    for prompt, tokens in zip(some, expected, strict=True):
+        assert generate(engine, prompt) == (tokens, 0, len(prompt))
+    for prompt, tokens in zip(some, expected, strict=True):
+        cached = (len(prompt) - 1) // 4 * 4
+        assert generate(engine, prompt) == (tokens, cached, len(prompt) - cached)
+    assert engine.reset_prefix_cache()
+    assert generate(engine, some[0]) == (expected[0], 0, len(some[0]))
+
+
+@pytest.mark.parametrize("kind", ["engine", "mamba"])
+def test_a_conversation_computes_what_is_new_in_each_turn(kind: str, request: pytest.FixtureRequest) -> None:
+    engine: LLMEngine = request.getfixturevalue(kind)
+    rng, conversation, turns = np.random.default_rng(12), list[int](), list[tuple[list[int], list[int]]]()
+    seen = 0
+    for _ in range(4):
+        prompt = conversation + rng.integers(3, VOCAB_SIZE, rng.integers(3, 8)).tolist()
+        tokens, cached, computed = generate(engine, prompt)
+        assert cached == seen
+        assert computed == len(prompt) - cached
+        turns.append((prompt, tokens))
+        conversation = prompt + tokens
+        seen = (len(conversation) - 1) // 4 * 4  # the last token was never computed
+    plain = without_cache(engine)
+    assert [generate(plain, prompt)[0] for prompt, _ in turns] == [tokens for _, tokens in turns]
+
+
+def test_where_two_prompts_part_the_third_goes_on(engine: LLMEngine) -> None:
+    rng = np.random.default_rng(13)
+    system = rng.integers(3, VOCAB_SIZE, 22).tolist()
+    some = [[*system, first, *rng.integers(3, VOCAB_SIZE, 13).tolist()] for first in (4, 5, 6)]
+    found = [generate(engine, prompt) for prompt in some]
+    assert [cached for _, cached, _ in found] == [0, 0, 20]
+    plain = without_cache(engine)
+    assert [generate(plain, prompt)[0] for prompt in some] == [tokens for tokens, _, _ in found]
+
+
+@pytest.mark.parametrize("kind", ["engine", "mamba"])
+def test_few_snapshots_and_blocks_bring_the_tokens_of_none(kind: str, request: pytest.FixtureRequest) -> None:
+    """Of requests that share beginnings, for several sequences too, where sequences are preempted."""
+    engine: LLMEngine = request.getfixturevalue(kind)
+    rng, base = np.random.default_rng(14), np.random.default_rng(15).integers(3, VOCAB_SIZE, 40).tolist()
+    some = [[*base[: rng.integers(1, 40)], int(rng.integers(3, VOCAB_SIZE))] for _ in range(12)]
+    params = [SamplingParams(temperature=0.8, seed=i, n=1 + i % 3, max_tokens=20, ignore_eos=True) for i in range(12)]
+
+    def outputs(engine: LLMEngine) -> dict[str, list[list[int]]]:
+        for i, (prompt, how) in enumerate(zip(some, params, strict=True)):
+            engine.add_request(str(i), prompt, how)
+        found = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                found[output.request_id] = [list(one.token_ids) for one in output.outputs]
+            engine.core.check_integrity()
+        return found
+
+    # 19 blocks of 4 tokens for four sequences of up to 60 tokens.
+    cached = LLMEngine(replace(engine.args, num_gpu_blocks_override=20, num_state_snapshots=3), engine.startup)
+    expected = outputs(without_cache(engine))
+    assert outputs(cached) == expected
+    assert outputs(cached) == expected
+    stats = cached.get_metrics()
+    assert stats.prefix_cache_hits > 0
+    assert stats.num_preemptions > 0
+
+
+def test_other_weights_forget_the_states_of_the_former(mamba: LLMEngine) -> None:
+    prompt, model = prompts(1, seed=7)[0] + [5] * 20, mamba.startup.model
+    before = mamba.weights_as("huggingface")
+    first = generate(mamba, prompt)
+    mamba.update_weights(model.module(model.init(6)))
+    assert generate(mamba, prompt)[1] == 0
+    mamba.update_weights(before)
+    assert generate(mamba, prompt) == first
+
+
+def test_an_engine_has_no_more_snapshots_than_its_programs(engine: LLMEngine) -> None:
+    assert not LLMEngine(replace(engine.args, num_state_snapshots=0), engine.startup).has_prefix_cache
+    with pytest.raises(InvalidParameterError, match="num_state_snapshots=17 exceeds the 16"):
+        LLMEngine(replace(engine.args, num_state_snapshots=17), engine.startup)
+
+
+def test_prefixes_of_models_with_states_cannot_be_pinned(engine: LLMEngine) -> None:
+    with pytest.raises(InvalidParameterError, match="recurrent layers cannot be pinned"):
         engine.pin_prefix([7] * 30)
+
+
+def test_the_memory_table_tells_of_snapshots(engine: LLMEngine) -> None:
+    each, count = engine.startup.setup.states.slot_bytes, engine.startup.config.num_state_snapshots
+    assert count == 4 * ARGS["max_num_seqs"]  # of tiny states, which an eighth of a GiB has room for
+    assert engine.startup.memory.state > (4 + count) * each
+    assert f"{count * each / 1024:,.1f} KiB: {count} of them for the prefix cache" in engine.startup.table("tiny")
+
+
+@pytest.mark.parametrize(("asked", "count"), [(None, 16), (5, 5), (0, 0)])
+@pytest.mark.parametrize("caches", [True, False])
+def test_snapshots_are_as_many_as_are_asked_for_and_of_use(
+    engine: LLMEngine, asked: int | None, count: int, caches: bool
+) -> None:
+    args = replace(engine.args, enable_prefix_caching=caches, num_state_snapshots=asked)
+    config = replace(engine.startup.config, num_state_snapshots=0)
+    assert with_snapshots(config, args, engine.startup.setup.model, None).num_state_snapshots == count * caches
+
+
+def test_a_gpu_keeps_snapshots_in_an_eighth_of_what_weights_leave(engine: LLMEngine) -> None:
+    shard = engine.startup.setup.model
+    limit = shard.num_bytes + 8 * 7 * engine.startup.setup.states.slot_bytes + 5
+    config = replace(engine.startup.config, num_state_snapshots=0)
+    assert with_snapshots(config, engine.args, shard, limit).num_state_snapshots == 7
+
+
+def test_snapshots_are_for_models_with_recurrent_layers() -> None:
+    dense = models.build(ModelConfig.from_dict(tiny_model("qwen2-tied").config))
+    config = ExecutorConfig(
+        max_num_seqs=1, max_model_len=8, block_size=4, num_blocks=2, decode_buckets=(1,), token_buckets=(8,)
+    )
+    assert with_snapshots(config, EngineArgs(), dense, None) == config
+    with pytest.raises(InvalidParameterError, match="num_state_snapshots=3 is for models with recurrent layers"):
+        with_snapshots(config, EngineArgs(num_state_snapshots=3), dense, None)
 
 
 def test_the_memory_table_counts_states(engine: LLMEngine) -> None:
@@ -179,6 +313,10 @@ def test_the_virtual_layout_serves_them_alike(engine: LLMEngine, directory: Path
     args = EngineArgs(model=str(directory), kv_cache_layout="virtual", **ARGS | {"num_gpu_blocks_override": 64})
     virtual = LLMEngine(args)
     assert run(virtual, prompts(5)) == run(engine, prompts(5))
+    page, prompt = virtual.startup.config.block_size, prompts(1, seed=8)[0] + [9] * 24
+    found = [generate(virtual, prompt)[:2] for _ in range(2)]
+    assert page < len(prompt)
+    assert found == [(found[0][0], 0), (found[0][0], (len(prompt) - 1) // page * page)]
     virtual.startup.close()
 
 

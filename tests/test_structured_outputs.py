@@ -169,6 +169,30 @@ def test_the_model_ends_only_where_the_constraint_is_fulfilled_and_there_for_goo
     assert len(short.text) < 30
 
 
+@pytest.mark.parametrize("min_tokens", [20, 300], ids=["min_tokens", "as many as max_tokens"])
+def test_a_fulfilled_constraint_ends_the_answer_whatever_min_tokens_says(llm, min_tokens):
+    eos, end = llm.engine.eos_token_ids, {"logit_bias": {llm.engine.eos_token_ids[0]: 100.0}}
+    changes = {"min_tokens": min_tokens, "skip_special_tokens": False}
+    schema_only = Structured(json=SCHEMA, disable_any_whitespace=True)
+    kinds = (Structured(regex="[ab]{3}"), Structured(choice=["a fox"]), schema_only)
+    params = [sampling(kind, seed=1, **changes) for kind in kinds]
+    three, chosen, schema = answers(llm, params)
+    assert re.fullmatch("[ab]{3}", three.text)
+    assert chosen.text == "a fox"
+    check_json(schema.text, SCHEMA)
+    for answer in (three, chosen, schema):
+        assert (answer.finish_reason, answer.stop_reason) == ("stop", None)
+        assert [token in eos for token in answer.token_ids] == [False] * (len(answer.token_ids) - 1) + [True]
+    # Where the constraint allows more, the end waits; where it is last in time as well, it is no cut.
+    (late,) = answers(llm, sampling(Structured(regex="[ab]{1,40}"), temperature=0.0, **end, **changes))
+    assert len(late.token_ids) > 20 or len(late.text) == 40
+    (last,) = answers(llm, sampling(kinds[0], temperature=0.0, min_tokens=4, max_tokens=4, skip_special_tokens=False))
+    assert re.fullmatch("[ab]{3}", last.text)
+    assert last.finish_reason == "stop"
+    (plain,) = answers(llm, SamplingParams(max_tokens=9, min_tokens=9, temperature=0.0))  # in a slot that was ended
+    assert len(plain.token_ids) == 9
+
+
 def test_max_tokens_cuts_honestly(llm):
     (answer,) = answers(llm, sampling(Structured(json=SCHEMA), max_tokens=5))
     assert (answer.finish_reason, len(answer.token_ids)) == ("length", 5)
@@ -287,6 +311,37 @@ BAD = [
 def test_what_is_no_constraint_is_refused_by_name(llm, given, message):
     with pytest.raises(InvalidParameterError, match=re.escape(message)):
         llm.generate([PROMPT], SamplingParams(structured_outputs=given), use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"json": {"$ref": "#"}}, {"grammar": "root ::= root"}, {"regex": "[a&&b]"}],
+    ids=["schema", "gbnf", "regex"],
+)
+def test_a_constraint_that_no_text_fits_is_refused_in_a_sentence(llm, given):
+    with pytest.raises(InvalidParameterError) as caught:
+        llm.generate([PROMPT], SamplingParams(structured_outputs=given), use_tqdm=False)
+    [kind] = given
+    said = f"structured_outputs.{kind} cannot be used: no text fits it."
+    assert str(caught.value) == said
+
+
+LARK = 'start: "a" item\nitem: /[z-a]/\n'
+BAD_REGEXES = [
+    ({"regex": "(a|b"}, 'regex cannot be used: the regex "(a|b" is not valid: unclosed group'),
+    ({"regex": "(a/\n"}, 'regex cannot be used: the regex "(a/\\n" is not valid: unclosed group'),
+    ({"regex": "x" * 500 + "("}, f'regex cannot be used: the regex "{"x" * 199}..." is not valid: unclosed group'),
+    ({"grammar": LARK}, 'grammar cannot be used: the regex "[z-a]" is not valid: invalid character class range'),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), BAD_REGEXES, ids=["plain", "escaped", "long", "in a grammar"])
+def test_a_bad_regex_is_named_with_the_reason_and_nothing_of_the_grammar_around_it(llm, given, message):
+    with pytest.raises(InvalidParameterError) as caught:
+        llm.generate([PROMPT], SamplingParams(structured_outputs=given), use_tqdm=False)
+    assert str(caught.value).startswith(f"structured_outputs.{message}")
+    assert "start:" not in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def references(count: int) -> dict:

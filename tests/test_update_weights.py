@@ -213,11 +213,27 @@ def wrong_weights(tensors: dict[str, jax.Array]) -> dict[str, tuple[Any, str]]:
         "nothing": ({}, "weights holds no array"),
         "text": ("model", "weights must map names to arrays, got str"),
         "twice": ({"a": {"b": gone}, "a.b": gone}, "weights holds 'a.b' twice"),
+        "collections": (
+            {"params": without, "batch_stats": {}},
+            r"holds 'batch_stats' beside 'params'; give weights\['p",
+        ),
         "too few": ([tensors[name]], "weights is a sequence of 1 arrays, but the model has"),
     }
 
 
-WRONG = ("missing", "surplus", "shape", "integers", "deleted", "list", "nothing", "text", "twice", "too few")
+WRONG = (
+    "missing",
+    "surplus",
+    "shape",
+    "integers",
+    "deleted",
+    "list",
+    "nothing",
+    "text",
+    "twice",
+    "collections",
+    "too few",
+)
 
 
 def test_what_does_not_fit_is_named_and_the_engine_goes_on_with_its_old_weights(engine, reference):
@@ -230,6 +246,37 @@ def test_what_does_not_fit_is_named_and_the_engine_goes_on_with_its_old_weights(
     with pytest.raises(InvalidParameterError, match="in_flight must be one of 'recompute', 'continue'"):
         engine.update_weights(names_of(engine), in_flight="abort")
     assert greedy(engine) == before
+
+
+def test_settings_that_a_trainer_has_made_of_jax_do_not_stop_the_engine(engine, reference):
+    weights = model_of(engine).init(2)
+    with jax.transfer_guard("disallow"), jax.disable_jit():
+        engine.update_weights(weights)
+        found = greedy(engine)
+        assert engine.sleep()
+        engine.wake_up()
+        engine.weights_as("huggingface")
+    assert found == reference.greedy(weights)
+
+
+def test_the_engines_own_arrays_are_refused_by_name(engine, reference):
+    with pytest.raises(InvalidParameterError, match="'embedding' is the engine's own array, which is written over"):
+        engine.update_weights(engine.startup.runner.weights)
+    assert greedy(engine) == reference.greedy(model_of(engine).init(0))
+
+
+def test_what_is_called_while_jax_traces_says_so_and_changes_nothing(engine, reference):
+    weights, module = model_of(engine).init(1), engine.weights_as("module")
+    for name, call in (
+        ("update_weights", lambda: engine.update_weights(weights)),
+        ("weights_as", lambda: engine.weights_as("parameters")),
+        ("sleep", engine.sleep),
+    ):
+        with pytest.raises(InvalidParameterError, match=f"{name} was called in a function that JAX traces"):
+            jax.eval_shape(call)
+    with pytest.raises(InvalidParameterError, match="update_weights was called in a function that JAX traces"):
+        nnx.jit(engine.update_weights)(module)
+    assert greedy(engine) == reference.greedy(model_of(engine).init(0))
 
 
 def test_cached_and_pinned_prefixes_are_forgotten(engine, reference):

@@ -289,7 +289,7 @@ def models_of_blocks() -> list[TinyModel]:
         _of("gptj", "gptj", "GPTJForCausalLM", activation_function="gelu_new", layer_norm_epsilon=1e-5, **gptj),
         _of("bloom", "bloom", "BloomForCausalLM", n_head=4, layer_norm_epsilon=1e-5, **bloom),
         _of("mpt", "mpt", "MptForCausalLM", n_heads=4, attn_config={"alibi": True}, **mpt),
-        _of("mpt-30b-style", "mpt", "MptForCausalLM", n_heads=8, attn_config={"clip_qkv": 1.5, "alibi": True}, **mpt),
+        _of("mpt-30b-style", "mpt", "MPTForCausalLM", n_heads=8, attn_config={"clip_qkv": 1.5, "alibi": True}, **mpt),
         sparse("glm4.5-air-style", "Glm4Moe", **glm45, routed_scaling_factor=1.0),
         sparse("glm4.5-style", "Glm4Moe", **glm45, use_qk_norm=True, routed_scaling_factor=2.5),
         _of("gpt-oss-20b-style", "gpt_oss", "GptOssForCausalLM", num_local_experts=8, swiglu_limit=7.0, **gpt_oss),

@@ -107,9 +107,14 @@ PANELS: list[tuple[str, list[tuple[str, str, str, Targets]]]] = [  # rows of (ti
             (
                 "Prefix cache hit rate",
                 "percentunit",
-                "Prompt tokens found in the prefix cache, of those looked up; and those of them that host memory held.",
+                "Prompt tokens found in the prefix cache, of those looked up; those of them that host memory held; and"
+                " those that were there, without a state behind them.",
                 [
                     (f"{rate('prefix_cache_hits_total')} / {rate('prefix_cache_queries_total')}", "hits"),
+                    (
+                        f"{rate('prefix_cache_state_misses_total')} / {rate('prefix_cache_queries_total')}",
+                        "without a state",
+                    ),
                     (
                         f"{rate('prefix_cache_host_hits_total')} / {rate('prefix_cache_queries_total')}",
                         "of host memory",

@@ -1,4 +1,4 @@
-"""Writes the code that the compiler makes of every Mosaic kernel, so that that of two checkouts can be compared.
+"""Writes the code that compilers make of every kernel, for comparing two checkouts.
 
     python tools/kernel_code.py before            # in one checkout; needs what h200_compile.py needs
     python tools/kernel_code.py after             # in the other, or after a change; 3 minutes each
@@ -8,6 +8,11 @@ A file for each kernel of each program, its PTX without what names sources and l
 the program around them. The programs are those that the tests compile, and attention and sampling in more shapes.
 
     python tools/kernel_code.py after --only "ragged .* D 256"
+
+By default it writes the Mosaic kernels. With --triton it writes the Triton kernels that `compile_triton.py` compiles,
+for GPUs of a compute capability:
+
+    python tools/kernel_code.py after --triton 90
 """
 
 import argparse
@@ -109,8 +114,14 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", metavar="PATTERN", help="programs whose name this regular expression finds"
     )
+    parser.add_argument(
+        "--triton", type=int, metavar="CAPABILITY", help="the Triton kernels instead, for such GPUs (80, 86, 90, ..)"
+    )
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
+    if args.triton is not None:
+        write_triton(args.folder, args.triton, args.only)
+        return
     for name, function, arguments, donated, mesh in programs():
         if not re.search(args.only, name):
             continue
@@ -124,6 +135,24 @@ def main() -> None:
         (args.folder / f"{stem}.hlo").write_text(without_sources_hlo(compiled.as_text()))
         for number, text in enumerate(ptx):
             (args.folder / f"{stem}.{number}.ptx").write_text(without_sources_ptx(text))
+        print(f"{time.perf_counter() - begun:5.1f} s  {name}", flush=True)
+
+
+def write_triton(folder: Path, capability: int, only: str) -> None:
+    """Writes a file for each kernel that a Triton program launches: how it is launched, and its PTX."""
+    from jpaged.pallas_kernels.common.triton_code import bare_ptx
+    from tests.pallas_kernels import compile_triton
+    from tests.support.triton_compile import launches, ptx_of
+
+    for name, op, arguments in compile_triton.programs():
+        if not re.search(only, name):
+            continue
+        begun = time.perf_counter()
+        stem = re.sub(r"\W+", "_", name)
+        for number, found in enumerate(launches(partial(op, backend="triton"), arguments, capability)):
+            launched = f"// {found.launch} {found.pointers} {found.constants}\n"
+            file = folder / f"{stem}.{number}.{found.kernel.fn.__name__}.ptx"
+            file.write_text(launched + bare_ptx(ptx_of(found, capability).asm["ptx"]))
         print(f"{time.perf_counter() - begun:5.1f} s  {name}", flush=True)
 
 

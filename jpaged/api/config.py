@@ -45,10 +45,12 @@ class SchedulingOptions:
     pipeline_depth: int = field(default=2, metadata=_FREE)
     preemption_mode: PreemptionMode = field(default="auto", metadata=_FREE)
     host_prefix_cache: bool = field(default=False, metadata=_FREE)
+    state_snapshot_tokens: int = field(default=256, metadata=_FREE)
 
     def __post_init__(self) -> None:
         check_choice("preemption_mode", self.preemption_mode, PreemptionMode)
         check_integer("pipeline_depth", self.pipeline_depth, 0, 64)
+        check_integer("state_snapshot_tokens", self.state_snapshot_tokens, 1, 2**31)
         _check_fraction("watermark", self.watermark, zero_allowed=True)
         for name in ("enable_prefix_caching", "shared_prefix_attention", "host_prefix_cache"):
             check_bool(name, getattr(self, name))
@@ -74,7 +76,7 @@ class EngineArgs(SchedulingOptions):
             process, a trainer's say, are part of it; what other processes have on the device is not used. JAX takes its
             memory when it first touches the device (XLA_PYTHON_CLIENT_MEM_FRACTION): in a process where it has, no more
             than it took then can be used. With XLA_PYTHON_CLIENT_PREALLOCATE=false the engine takes its part when it
-            starts.
+            starts, or what it needs for a pool of num_gpu_blocks_override.
         num_gpu_blocks_override: blocks in the pool, instead of what memory allows.
         max_num_seqs: most sequences that run at once.
         max_num_batched_tokens: token budget of a step; longer prompts are computed in chunks. No more sequences than
@@ -93,6 +95,11 @@ class EngineArgs(SchedulingOptions):
         preemption_mode: what to do with sequences for which there is no room any more. "swap": keep their keys and
             values in the swap space while it lasts; "recompute": compute them again; "auto": swap the sequences of a
             request for several (`n`, beam search), and compute single ones again.
+        num_state_snapshots: of models with recurrent layers, how many copies of sequences' states are kept on the
+            device for the prefix cache, which hits where there is one. By default an eighth of the memory that weights
+            leave; 0: such models have no prefix cache. Without `enable_prefix_caching` there are none.
+        state_snapshot_tokens: a copy is made where so many tokens, rounded up to whole blocks, are new since the last
+            one of a sequence. A prompt that is so much longer than its hit takes a step more.
         kv_cache_layout: "paged": a pool of blocks, found through block tables. "virtual": contiguous addresses for each
             sequence, below which pages of the device's memory are mapped as it grows (`docs/virtual.md`); its blocks
             are pages, and num_gpu_blocks_override counts them.
@@ -185,6 +192,7 @@ class EngineArgs(SchedulingOptions):
     logprobs_mode: LogprobsMode = "raw_logprobs"
     batch_invariant: bool = False
     expert_load: bool = False
+    num_state_snapshots: int | None = field(default=None, metadata=_FREE)
     load_format: LoadFormat = "auto"
     quantization: Quantization | None = None
     reranker: RerankerName | None = field(default=None, metadata=_FREE)
@@ -271,6 +279,8 @@ class EngineArgs(SchedulingOptions):
         _check_swap_space(self.swap_space)
         check_bool("batch_invariant", self.batch_invariant)
         check_bool("expert_load", self.expert_load)
+        if self.num_state_snapshots is not None:
+            check_integer("num_state_snapshots", self.num_state_snapshots, 0, 2**20)
         if self.batch_invariant:
             self._check_batch_invariant()
         check_bool("skip_tokenizer_init", self.skip_tokenizer_init)
@@ -328,6 +338,8 @@ class RestartOptions:
 
     Args:
         step_timeout_s: an engine process whose loop has not come round for so long hangs, and is killed.
+        start_timeout_s: seconds after its start by which an engine process must serve; otherwise it counts as hung and
+            is killed.
         max_restarts: within ten minutes, of one engine process; 0: it stays down the first time.
         spare_processes: a process of each replica waits beside it, with everything imported, to take its place
             sooner, at 300 MiB of host memory each. None: where the model runs on GPUs.
@@ -337,16 +349,17 @@ class RestartOptions:
     """
 
     step_timeout_s: float = 300.0
+    start_timeout_s: float = 3600.0
     max_restarts: int = 10
     spare_processes: bool | None = None
 
     def __post_init__(self) -> None:
         if not (self.spare_processes is None or isinstance(self.spare_processes, bool)):
             raise InvalidParameterError(f"spare_processes must be a bool or None, got {shown(self.spare_processes)}.")
-        if not is_number(self.step_timeout_s) or not 0 < self.step_timeout_s < math.inf:
-            raise InvalidParameterError(
-                f"step_timeout must be a number of seconds above 0, got {shown(self.step_timeout_s)}."
-            )
+        for name in ("step_timeout", "start_timeout"):
+            seconds = getattr(self, f"{name}_s")
+            if not is_number(seconds) or not 0 < seconds < math.inf:
+                raise InvalidParameterError(f"{name} must be a number of seconds above 0, got {shown(seconds)}.")
         check_integer("max_restarts", self.max_restarts, 0, 2**31)
 
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -57,7 +56,8 @@ class SamplingParams:
         repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output; > 0.
         seed: makes this request's tokens reproducible whatever shares its batch.
         max_tokens: most tokens to generate; None: as many as the context allows.
-        min_tokens: stop tokens are not sampled before this many.
+        min_tokens: stop tokens are not sampled before this many; but where `structured_outputs` allow nothing but an
+            end-of-sequence token, the sequence ends there.
         stop: strings that end the output; the text is cut before the first.
         stop_token_ids: tokens that end the output, besides the model's end-of-sequence tokens.
         ignore_eos: do not stop at the end-of-sequence tokens.
@@ -180,8 +180,31 @@ class SamplingParams:
         """The same parameters, with outputs of this kind."""
         if self.output_kind == output_kind:
             return self
-        other = copy(self)  # `replace` would check everything again: 20 us a request
-        vars(other)["output_kind"] = output_kind
+        return self._unchecked({"output_kind": output_kind})
+
+    def seeded(self, seed: int) -> "SamplingParams":
+        """The same parameters, with this seed, a signed 64-bit integer."""
+        return self._unchecked({"seed": seed})
+
+    def changed(self, values: Mapping[str, object]) -> "SamplingParams":
+        """The same parameters but for these, as `dataclasses.replace`, in half the time.
+
+        Raises:
+            InvalidParameterError: a value of the wrong type or out of range, or values that contradict each other.
+        """
+        other = self._unchecked(values)
+        other.__post_init__()
+        return other
+
+    def __copy__(self) -> "SamplingParams":
+        return self._unchecked({})
+
+    def _unchecked(self, values: Mapping[str, object]) -> "SamplingParams":
+        # A request takes several copies: each would be set field by field, and checked again, in some 25 us.
+        other = object.__new__(type(self))
+        own = vars(other)
+        own.update(vars(self))
+        own.update(values)
         return other
 
     def _check_types(self) -> None:

@@ -19,14 +19,18 @@ def flat_weights(weights: Mapping[Any, Any]) -> dict[str, Any]:
     weights: names, or parts of names, to arrays, variables of `flax.nnx`, or further mappings.
 
     Raises:
-        InvalidParameterError: it is no mapping, it is empty, or two of its entries have the same name.
+        InvalidParameterError: it is no mapping, it is empty, two of its entries have the same name, or it has other
+            collections of Flax's.
     """
     if not isinstance(weights, Mapping):
         raise InvalidParameterError(
             f"weights must map names to arrays, got {type(weights).__name__}; give the state of a module"
             " (nnx.state(module, nnx.Param)), a nested dictionary of parameters, or checkpoint names and arrays."
         )
-    if list(weights) == ["params"] and isinstance(weights["params"], Mapping):
+    if "params" in weights and isinstance(weights["params"], Mapping):
+        if len(weights) > 1:
+            others = ", ".join(repr(key) for key in weights if key != "params")
+            raise InvalidParameterError(f"weights holds {others} beside 'params'; give weights['params'] alone.")
         weights = weights["params"]
     flat: dict[str, Any] = {}
     _flatten(weights, "", flat)

@@ -46,7 +46,7 @@ def cases(backend: str | None, zipf: float = 1.0) -> Iterator[Case]:
     yield from card.cases()
     yield from attention.cases(backend)
     yield from latents.cases(backend)
-    yield from contiguous.cases()
+    yield from contiguous.cases(backend)
     yield from moves.cases(backend)
     yield from experts.cases(backend, zipf)
     yield from products.cases(backend)
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
         "--only",
         metavar="TEXT",
         action="append",
-        help="run only the cases whose name contains this; may be repeated (default: all)",
+        help="run only the cases whose name contains this, or is what follows a =; may be repeated (default: all)",
     )
     parser.add_argument(
         "--backend",
@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     only = options.only
     chosen = [
-        [case for case in cases(backend, options.expert_skew) if not only or any(text in case.name for text in only)]
+        [case for case in cases(backend, options.expert_skew) if not only or _is_asked_for(case, only)]
         for backend in backends
     ]
     if not chosen[0]:
@@ -154,6 +154,10 @@ def main(argv: list[str] | None = None) -> int:
             }
             write_report(path, "kernels", settings, rows)
     return 0
+
+
+def _is_asked_for(case: Case, only: list[str]) -> bool:
+    return any(case.name == text[1:] if text.startswith("=") else text in case.name for text in only)
 
 
 def _compare_all(chosen: dict[Any, list[Case]], repeats: int, rows: list[dict[str, Any]]) -> None:

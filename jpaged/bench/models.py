@@ -12,6 +12,7 @@ from jpaged.host.hub import resolve
 from jpaged.models import ModelConfig
 from jpaged.models.config import ROUTER_SKEW
 from jpaged.models.config_reader import read_json
+from jpaged.models.families.gpt_oss import ROPE_SCALING
 
 _LLAMA_3_1 = {
     "architectures": ["LlamaForCausalLM"],
@@ -146,14 +147,7 @@ _GPT_OSS_20B = {
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5,
     "rope_theta": 150000,
-    "rope_scaling": {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-        "original_max_position_embeddings": 4096,
-    },
+    "rope_scaling": ROPE_SCALING,
     "hidden_act": "silu",
     "attention_bias": True,
     "tie_word_embeddings": False,

@@ -25,10 +25,10 @@ from pathlib import Path
 import numpy as np
 
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
-from jpaged.bench.answered_step import AnsweredStep
+from jpaged.bench.answered_step import AnsweredStep, DeviceSequences
 from jpaged.bench.arguments import HelpFormatter
 from jpaged.engine.config import SchedulerConfig
-from jpaged.engine.interface import NO_TOKEN, FinishCode, StepPlan, StepResult
+from jpaged.engine.interface import StepPlan
 from jpaged.engine.kv.block_manager import BlockManager
 from jpaged.engine.kv.block_pool import BlockPool
 from jpaged.engine.loop import EngineCore
@@ -45,22 +45,12 @@ class InstantExecutor:
     """Samples token 1 for every active row, and stops sequences at their greatest length, as the device would."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self._lengths = np.zeros((config.max_num_seqs,), np.int64)
-        self._limits = np.zeros((config.max_num_seqs,), np.int64)
+        self._sequences = DeviceSequences(config.max_num_seqs)
 
     def execute(self, plan: StepPlan) -> AnsweredStep:
-        for start in plan.starts:
-            self._lengths[start.slot] = len(start.token_ids)
-            self._limits[start.slot] = start.max_len
-        rows = plan.decode_slots
-        samples = np.ones((plan.num_rows,), np.bool_)
-        if plan.chunks:
-            rows = np.concatenate([rows, np.array([chunk.slot for chunk in plan.chunks], np.int32)])
-            samples[len(plan.decode_slots) :] = [chunk.samples for chunk in plan.chunks]
-        samples &= self._lengths[rows] < self._limits[rows]
-        self._lengths[rows] += samples
-        codes = ((self._lengths[rows] == self._limits[rows]) & samples).astype(np.uint8) * np.uint8(FinishCode.LENGTH)
-        return AnsweredStep(StepResult(np.where(samples, 1, NO_TOKEN).astype(np.int32)[:, None], codes))
+        rows, samples = self._sequences.begin(plan)
+        samples &= self._sequences.lengths[rows] < self._sequences.limits[rows]
+        return self._sequences.answer(rows, samples, 1)
 
 
 @dataclass(frozen=True)

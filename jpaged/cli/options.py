@@ -70,6 +70,19 @@ _ENGINE_OPTIONS = (
         "N,N,...",
         "likewise tokens, ascending to --max-num-batched-tokens (default: by device)",
     ),
+    (
+        "--num-state-snapshots",
+        int,
+        "N",
+        "of models with recurrent layers, states kept for the prefix cache; 0 for none (default: an eighth of the"
+        " memory that weights leave)",
+    ),
+    (
+        "--state-snapshot-tokens",
+        int,
+        "N",
+        "of these models, new tokens of a sequence after which a state is kept",
+    ),
     ("--swap-space", float, "GIB", "host memory for the blocks of preempted sequences"),
     ("--tensor-parallel-size", int, "N", "devices to split the model over"),
     (

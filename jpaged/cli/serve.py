@@ -126,6 +126,14 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="seconds without a step after which an engine process counts as hung and is killed (default: 300)",
     )
     group.add_argument(
+        "--start-timeout",
+        type=float,
+        default=RestartOptions.start_timeout_s,
+        metavar="S",
+        help="seconds after which an engine process that does not serve yet counts as hung and is killed (default: "
+        "3600)",
+    )
+    group.add_argument(
         "--max-restarts",
         type=int,
         default=RestartOptions.max_restarts,
@@ -229,7 +237,10 @@ def run(args: argparse.Namespace) -> int:
         shutdown_timeout_s=args.shutdown_timeout,
         api_workers=api_workers,
         restarts=RestartOptions(
-            step_timeout_s=args.step_timeout, max_restarts=args.max_restarts, spare_processes=args.spare_processes
+            step_timeout_s=args.step_timeout,
+            start_timeout_s=args.start_timeout,
+            max_restarts=args.max_restarts,
+            spare_processes=args.spare_processes,
         ),
     )
     logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT)

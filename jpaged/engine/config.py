@@ -27,8 +27,10 @@ class SchedulerConfig(SchedulingOptions):
         (`scheduler/foresight.py`).
     kv_idle_release_s: as of `EngineArgs`.
     keeps_states: some layers keep a state of each sequence, which lives with its slot. So a sequence's tokens are
-        computed from the first on, each once, in its own slot, but for what it is forked from: no prefix is shared
-        otherwise, and what is preempted is computed again.
+        computed in order, each once, in its own slot, from the first on, or from where it was forked, or from a
+        snapshot; and what is preempted is computed again.
+    num_state_snapshots: copies of states that can be kept for the prefix cache (`kv/snapshots.py`). Without any,
+        sequences with states share no prefix.
     """
 
     block_size: int
@@ -43,6 +45,7 @@ class SchedulerConfig(SchedulingOptions):
     plans_ahead: bool = False
     kv_idle_release_s: float | None = None
     keeps_states: bool = False
+    num_state_snapshots: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,11 +63,26 @@ class SchedulerConfig(SchedulingOptions):
             if group.window is not None and group.window < 1:
                 raise InvalidParameterError(f"A cache group's window must be at least 1, got {group.window}.")
         check_integer("num_swap_chunks", self.num_swap_chunks, 0)
-        if self.keeps_states and (self.enable_prefix_caching or self.preemption_mode == "swap"):
+        check_integer("num_state_snapshots", self.num_state_snapshots, 0)
+        if self.num_state_snapshots and not (self.keeps_states and self.enable_prefix_caching):
             raise InvalidParameterError(
-                "keeps_states=True needs enable_prefix_caching=False, and another preemption_mode than 'swap': states "
-                f"are kept for running sequences alone, got {self.enable_prefix_caching} and {self.preemption_mode!r}."
+                f"num_state_snapshots={self.num_state_snapshots} needs keeps_states=True and"
+                " enable_prefix_caching=True: snapshots are for prefixes of sequences that have states."
             )
+        if self.keeps_states and self.enable_prefix_caching and not self.num_state_snapshots:
+            raise InvalidParameterError(
+                "keeps_states=True needs num_state_snapshots above 0, or enable_prefix_caching=False: a prefix is of no"
+                " use without the state after it."
+            )
+        for name, refused in (
+            ("preemption_mode", "swap"),
+            ("host_prefix_cache", True),
+            ("shared_prefix_attention", True),
+        ):
+            if self.keeps_states and getattr(self, name) == refused:
+                raise InvalidParameterError(
+                    f"keeps_states=True needs another {name} than {refused!r}: states stay on the device."
+                )
         if self.host_prefix_cache and not (self.enable_prefix_caching and self.num_swap_chunks):
             raise InvalidParameterError(
                 "host_prefix_cache=True keeps blocks of the prefix cache in the swap space: it needs "

@@ -142,10 +142,6 @@ def _no_pairs() -> np.ndarray:
     return np.zeros((0, 2), np.int32)
 
 
-def _no_flags() -> np.ndarray:
-    return np.zeros((0,), np.bool_)
-
-
 def _no_triples() -> np.ndarray:
     return np.zeros((0, 3), np.int32)
 
@@ -157,13 +153,17 @@ def _no_table_updates() -> np.ndarray:
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One iteration. The executor applies ends, swap-outs, starts, beams, masks, swap-ins, copies and table updates in
-    this order, then runs the rows.
+    this order, state loads before beams, then runs the rows, and saves states last.
 
     ends: int32 [e]; slots to deactivate because the host says so (abort, stop string, preemption). A slot the
         device stopped itself needs no entry. A slot may end and start anew in one plan.
     swap_outs, swap_ins: blocks that go to host memory, and that come back from there.
     beams: int32 [b, 3]; (slot, parent slot, token): the slot goes on with the parent's length and block table (its own,
         if it is the parent), and with `token` as its last. No slot is both a parent of others and given one.
+    state_loads: int32 [l, 2]; (snapshot, slot): the slot's states become what the snapshot holds. A slot is among them
+        at its start alone, with the tokens computed that the snapshot was saved after.
+    state_saves: int32 [s, 2]; (slot, snapshot): after the rows have run, the snapshot becomes a copy of the slot's
+        states. Only where layers keep states; a snapshot is saved once in a plan.
     copies: int32 [c, 2]; (block, block): the first one's contents go to the second (copy-on-write). No block is both
         copied from and to.
     table_updates: int32 [u, 4]; (slot, group, index, block id): block-table entries that running sequences get at
@@ -175,8 +175,13 @@ class StepPlan:
         structured_outputs, and these only when their masks have changed.
     mask_tokens: int32 [m]; for each of them NO_TOKEN, or the token that is the slot's last from now on, in place of the
         one that it sampled last. The slot is active, even if that one had ended it.
-    mask_backs: bool [m]; whether that token is the one before: the slot's length shrinks by one.
+    mask_backs: int32 [m]; computed tokens that the slot loses: its length shrinks by so many. 1 where that token is the
+        one before the one that was sampled, and one more where the slot was in `run_ahead`.
     decode_slots: int32 [d]; slots that compute their last token and sample the next.
+    has_run_ahead: whether they have computed their last tokens, all of them behind the plan before; they only sample.
+        There are no chunks.
+    run_ahead: int32 [a]; slots that compute their last token, as of then, behind this plan's sampling. Nothing is
+        sampled; a later plan samples, or takes the token back (`mask_backs`). Slots that have ended compute nothing.
     num_sharing, shared_len: the first `num_sharing` of them begin with the same `shared_len` computed tokens, full
         blocks of the first one's table in the first group without a window, which an executor may read once for all.
         Both 0 where there are chunks.
@@ -194,13 +199,17 @@ class StepPlan:
     swap_outs: tuple[HostCopy, ...] = ()
     swap_ins: tuple[HostCopy, ...] = ()
     beams: np.ndarray = field(default_factory=_no_triples)
+    state_loads: np.ndarray = field(default_factory=_no_pairs)
+    state_saves: np.ndarray = field(default_factory=_no_pairs)
     copies: np.ndarray = field(default_factory=_no_pairs)
     table_updates: np.ndarray = field(default_factory=_no_table_updates)
     mask_slots: np.ndarray = field(default_factory=no_rows)
     masks: tuple[np.ndarray, ...] = ()
     mask_tokens: np.ndarray = field(default_factory=no_rows)
-    mask_backs: np.ndarray = field(default_factory=_no_flags)
+    mask_backs: np.ndarray = field(default_factory=no_rows)
     decode_slots: np.ndarray = field(default_factory=no_rows)
+    has_run_ahead: bool = False
+    run_ahead: np.ndarray = field(default_factory=no_rows)
     num_sharing: int = 0
     shared_len: int = 0
     chunks: tuple[Chunk, ...] = ()

@@ -18,8 +18,9 @@ class PlanInProgress:
     kinds: numbers of the kinds of dependent rows (`constraints/dependent_rows.py`) that have rows in it.
     beams: (slot, parent slot, token) each; for `StepPlan.beams`.
     table_updates: int32 [u, 4] each, as `StepPlan.table_updates`.
-    mask_slots, masks, mask_tokens, mask_backs: for those of `StepPlan`.
+    mask_slots, masks, mask_tokens, mask_backs, has_run_ahead, run_ahead: for those of `StepPlan`.
     copies: (block, block) each; besides those that decode rows need.
+    state_loads, state_saves: as those of `StepPlan`, a pair each.
     """
 
     step_id: int
@@ -29,12 +30,16 @@ class PlanInProgress:
     chunks: list[Chunk] = field(default_factory=list)
     swap_ins: list[HostCopy] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    state_loads: list[tuple[int, int]] = field(default_factory=list)
+    state_saves: list[tuple[int, int]] = field(default_factory=list)
     table_updates: list[np.ndarray] = field(default_factory=list)
     beams: list[tuple[int, int, int]] = field(default_factory=list)
     mask_slots: list[int] = field(default_factory=list)
     masks: list[np.ndarray] = field(default_factory=list)
     mask_tokens: list[int] = field(default_factory=list)
-    mask_backs: list[bool] = field(default_factory=list)
+    mask_backs: list[int] = field(default_factory=list)
+    has_run_ahead: bool = False
+    run_ahead: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
 
 
 def slot_start(request: Request, token_ids: np.ndarray, block_ids: np.ndarray, num_computed: int) -> SlotStart:

@@ -46,6 +46,8 @@ class EngineStats:
     num_shared_prefix_steps: those of the steps that read a prefix once for all sequences that share it.
     prompt_tokens: of requests admitted, prefix hits included. generated_tokens: those the host has read.
     prefix_cache_queries, prefix_cache_hits: prompt tokens looked up and found, in tokens.
+    prefix_cache_state_misses: prompt tokens that were in the cache, but had to be computed again, because no snapshot
+        of recurrent layers' states stood behind them.
     prefix_cache_host_hits: of these hits, those in blocks that came back from host memory.
     num_blocks, num_used_blocks: blocks that can be allocated, and those referenced now.
     num_cached_blocks, num_host_cached_blocks: blocks that a prefix could hit, in the pool, free or not, and in host
@@ -90,6 +92,7 @@ class EngineStats:
     num_kept_guesses: int
     step_tokens: tuple[int, ...]
     expert_load: ExpertLoad | None = None
+    prefix_cache_state_misses: int = 0
 
     @property
     def kv_cache_usage(self) -> float:

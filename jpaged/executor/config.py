@@ -41,6 +41,7 @@ class ExecutorConfig:
     contiguous_backend: which implementation of `contiguous_attention`, where the virtual layout's keys and values are
         kept for it; kernel_backend is then None.
     expert_load: bodies count the tokens of each expert (`step/expert_load.py`).
+    num_state_snapshots: of sequences' states, kept beside those of the slots (`cache/states.py`).
     """
 
     max_num_seqs: int
@@ -58,6 +59,7 @@ class ExecutorConfig:
     geometry: Geometry | None = None
     contiguous_backend: str | None = None
     expert_load: bool = False
+    num_state_snapshots: int = 0
 
     @property
     def null_slot(self) -> int:

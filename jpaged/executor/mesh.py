@@ -15,8 +15,8 @@ all of them.
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
 
 from jpaged.api.errors import InvalidParameterError, NoDeviceError
+from jpaged.executor.jax_settings import default_jax_settings
 from jpaged.host.devices import missing_for_gpus, no_device_message, visible_gpus
 from jpaged.models import Model
 from jpaged.models.sharding import MODEL_AXIS, shard_of, split_over_mesh, stored_weights
@@ -39,6 +40,8 @@ EXCHANGE = PartitionSpec(MODEL_AXIS)
 """Inbox and generations of the one-shot all-reduce, each device's own, side by side."""
 TOKEN_COUNTS = PartitionSpec(None, MODEL_AXIS)
 """[slots, vocab]"""
+
+_NO_MESH = Mesh(np.empty((), object), ())
 
 
 class DeviceMesh:
@@ -68,9 +71,18 @@ class DeviceMesh:
         """The devices that this process can reach."""
         return tuple(device for device in self.devices if device.process_index == jax.process_index())
 
-    def as_default(self) -> AbstractContextManager[None]:
-        """Within it, what names no device goes to the first of this process's."""
-        return jax.default_device(self.local_devices[0])
+    @contextmanager
+    def as_default(self) -> Iterator[None]:
+        """Within it, what names no device goes to the first of this process's. What the caller has set for code of its
+        own does not count: a mesh (`jax.set_mesh`), over which arrays would be spread, and what
+        `default_jax_settings` lifts.
+        """
+        with ExitStack() as settings:
+            settings.enter_context(jax.default_device(self.local_devices[0]))
+            settings.enter_context(default_jax_settings())
+            if not jax.sharding.get_abstract_mesh().empty:
+                settings.enter_context(jax.set_mesh(_NO_MESH))
+            yield
 
     def shard_of(self, model: Model) -> Model:
         """What each device runs."""

@@ -120,7 +120,10 @@ class LLMEngine(RequestIntake):
         )
         shards = min(max(1, 3 * usable_cores() // 8), _MOST_GRAMMAR_SHARDS)
         self._grammars = GrammarCompiler(self._grammar_tokenizer(directory), model.vocab_size, shards)
-        kinds = (Searches, partial(ConstrainedRows, grammars=self._grammars, guesses=not scheduler_config.keeps_states))
+        goes_back = not scheduler_config.keeps_states
+        runs_ahead = goes_back and not scheduler_config.plans_ahead and not args.expert_load
+        rows = partial(ConstrainedRows, grammars=self._grammars, guesses=goes_back, runs_ahead=runs_ahead)
+        kinds = (Searches, rows)
         scheduler = Scheduler(scheduler_config, args.seed, kinds=kinds, memory=self.startup.runner)
         self._core = EngineCore(scheduler, self.startup.leader or self.startup.runner)
         counts = self.startup.runner.copy_expert_tokens if args.expert_load else None
@@ -143,11 +146,19 @@ class LLMEngine(RequestIntake):
             print(self.startup.table(args.model or "the embedded demo model"), file=sys.stderr, flush=True)
 
     def _scheduling(self, args: EngineArgs) -> dict[str, Any]:
-        """Options of the scheduler. Models with recurrent layers have no prefix cache, whatever was asked for."""
+        """Options of the scheduler. Models with recurrent layers have a prefix cache if there are snapshots for it."""
         if not self.startup.setup.states:
             return args.scheduling()
         refuse_for_hybrids(args, self.startup.model.config)
-        return args.scheduling() | {"enable_prefix_caching": False, "keeps_states": True}
+        count = 0
+        if args.enable_prefix_caching:
+            available = self.startup.config.num_state_snapshots
+            count = _at_most("num_state_snapshots", args.num_state_snapshots, available)
+        return args.scheduling() | {
+            "enable_prefix_caching": count > 0,
+            "keeps_states": True,
+            "num_state_snapshots": count,
+        }
 
     @property
     def has_prefix_cache(self) -> bool:
@@ -247,7 +258,8 @@ class LLMEngine(RequestIntake):
         self._check_ready()
         if self.startup.setup.states:
             raise InvalidParameterError(
-                "Models with recurrent layers have no prefix cache, in which prefixes are pinned."
+                "Prefixes of models with recurrent layers cannot be pinned: a pin would keep their blocks, but not the"
+                " states behind them."
             )
         return self._core.pin_prefix(self._token_array(prompt), checked_salt(cache_salt))
 
@@ -305,7 +317,7 @@ class LLMEngine(RequestIntake):
                 these again. "continue": they go on with the keys and values that the old weights have computed.
         Raises:
             InvalidParameterError: arrays are missing or surplus, or of another shape or type; the message names them.
-                The engine goes on with the weights that it has.
+                Or an array is the engine's own, or JAX is tracing. The engine goes on with the weights that it has.
             OutOfMemoryError: the engine sleeps at level 2 and others have the memory. It sleeps on.
             EngineDeadError: the device failed in the middle, for want of memory say; the engine is of no more use.
         """

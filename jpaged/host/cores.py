@@ -3,10 +3,17 @@
 import math
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
+_CPU_INFO = Path("/proc/cpuinfo")
+_FEATURES = {
+    *("vendor_id", "cpu family", "model", "model name", "stepping", "flags"),
+    *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision", "Features"),
+}
+"""What x86-64 calls them, and what ARM does."""
 
 
 def usable_cores() -> int:
@@ -14,6 +21,27 @@ def usable_cores() -> int:
     fewer, such as a container's CPU limit.
     """
     return max(1, min([len(os.sched_getaffinity(0)), *map(math.ceil, _quotas())]))
+
+
+@cache
+def cpu_features() -> tuple[str, ...] | None:
+    """The models of this machine's cores and the instructions that they have, as Linux tells them (man 5 proc_cpuinfo);
+    None if it does not. Machine code for one such list need not run on a machine with another.
+    """
+    try:
+        return features_in(_CPU_INFO.read_text())
+    except OSError:
+        return None
+
+
+def features_in(cpu_info: str) -> tuple[str, ...] | None:
+    """The lines on model and instructions, each once: a machine's cores may differ. None if there are none.
+
+    cpu_info: what /proc/cpuinfo holds.
+    """
+    lines = (line.partition(":") for line in cpu_info.splitlines())
+    found = sorted({(name.strip(), value.strip()) for name, _, value in lines if name.strip() in _FEATURES})
+    return tuple(f"{name}: {value}" for name, value in found) or None
 
 
 def _quotas() -> Iterator[float]:

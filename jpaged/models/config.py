@@ -149,7 +149,7 @@ class ModelConfig:
             eos = read_json(path / "generation_config.json").get("eos_token_id")
             if eos is not None:
                 ids = eos if isinstance(eos, list) else [eos]
-                if not all(type(token) is int and token >= 0 for token in ids):
+                if not all(type(token) is int for token in ids):
                     raise CheckpointError(
                         f"{path / 'generation_config.json'}: eos_token_id must be a token id or a list of them, got"
                         f" {shown(eos)}."
@@ -162,8 +162,8 @@ class ModelConfig:
             if isinstance(apart, dict) and apart.get("quant_algo"):  # else of keys and values alone
                 config["quantization_config"] = {"quant_method": "modelopt"} | apart
         entry, tensor = getattr(family_of(architecture_of(config)), "fused_experts", ("", ""))
-        if entry and stored_method(config) is not None and any(name.endswith(tensor) for name in _names(path)):
-            config[entry] = True
+        if entry and (names := list(_names(path))):
+            config[entry] = any(name.endswith(tensor) for name in names)
         return ModelConfig.from_dict(config, max_model_len, quantization)
 
     def saved_as(self, dtype: str) -> dict[str, Any]:

@@ -12,8 +12,11 @@ _LARGEST_INTEGER = 2**31 - 1
 _LARGEST_HEAD_DIM = 4096
 _ACTIVATIONS = {
     "silu": "silu",
+    "swish": "silu",
     "relu": "relu",
     "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_accurate": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -50,7 +53,7 @@ class ConfigReader:
         text = self.config.get("text_config")
         if not isinstance(text, Mapping):
             raise CheckpointError(f"config.json: text_config must be an object, got {shown(text)}.")
-        outer = ("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype")
+        outer = ("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
         known = {name: self.config[name] for name in outer if self.config.get(name) is not None}
         return ConfigReader(architecture, {**text, **known, "architectures": [architecture]}, self.max_model_len)
 

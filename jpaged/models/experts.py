@@ -29,7 +29,7 @@ from jpaged.models.config import ModelConfig, inner_columns
 from jpaged.models.config_reader import ConfigReader
 from jpaged.models.grouped_linear import GroupedLinear, GroupedProduct, Rows
 from jpaged.models.layers import GatedMLP
-from jpaged.models.linear import PartialSum, PlainLinear, Reader, UnnormedRows
+from jpaged.models.linear import PartialSum, PlainLinear, Reader
 from jpaged.models.parameters import Constant, parameter
 from jpaged.models.residual import ExpertCounts
 from jpaged.pallas_kernels import (
@@ -197,7 +197,7 @@ class Held(NamedTuple):
     number: int
 
 
-class Router(Reader):
+class Router(nnx.Module):
     """Picks each token's experts. Every shard has all of it."""
 
     def __init__(self, config: SparseConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
@@ -208,30 +208,21 @@ class Router(Reader):
         start, wide = Constant(0.0), jnp.dtype(jnp.float32)
         self.correction = parameter(rngs, start, (experts,), wide) if config.routing.biased else None
 
-    def takes_unnormed(self, x: jax.Array, backend: str | None) -> bool:
-        return self.gate.bias is None and self.gate.takes_unnormed(x, backend)
-
     def __call__(
         self,
-        x: jax.Array | UnnormedRows,
+        x: jax.Array,
         *,
         held: Held | None = None,
         live: jax.Array | None = None,
         backend: str | None = "xla",
-    ) -> tuple[RoutedTokens, jax.Array]:
-        """Routes tokens; also returns x as an array.
-
-        x: [T, hidden], or `UnnormedRows` where it takes them. held: the experts that are here; None for all. live: bool
-        [T], tokens that are no padding; None for all. backend: of the grouped products; gradients need "xla".
-        """
-        if isinstance(x, UnnormedRows):
-            logits, x = x.and_times(self.gate.matrix(), jnp.dtype(jnp.float32))
-        else:
-            logits = self.gate(x, jnp.dtype(jnp.float32))
+    ) -> RoutedTokens:
+        """x: [T, hidden]. held: the experts that are here; None for all. live: bool [T], tokens that are no padding;
+        None for all. backend: of the grouped products; gradients need "xla"."""
+        logits = self.gate(x, jnp.dtype(jnp.float32))
         if self.routing.zipf:
             logits = self.routing.skewed(logits)
         correction = None if self.correction is None else self.correction[...]
-        return route_rows(logits, self.routing, correction, held=held, live=live, backend=backend), x
+        return route_rows(logits, self.routing, correction, held=held, live=live, backend=backend)
 
 
 def route_rows(
@@ -343,7 +334,7 @@ def mix(
         bias = None if biases is None else biases[0]
         gated = partial(_gated_apart, gate_up, bias=bias, activation=activation, backend=backend)
     else:
-        gated = partial(gate_up.multiply, activation=activation, backend=backend)
+        gated = partial(gate_up.gated, activation=activation, backend=backend)
     if rows is not None:
         of_rows = Rows(rows.group_sizes, None, rows.tiles)
         # Behind the last expert's rows are no numbers of tokens.
@@ -376,7 +367,7 @@ def _gated_apart(
     activation: str | ClampedSwiGLU,
     backend: str | None,
 ) -> jax.Array:
-    """An activation of `GroupedProduct.multiply` with what kernels lack: a bias [E, 2, I], or a clamped activation.
+    """`GroupedProduct.gated` with what kernels lack: a bias [E, 2, I], or a clamped activation.
 
     The product is a kernel of its own, and the rest an elementwise one of XLA's, in float32: gate and up [A, 2, I] go
     to memory, in x's type, and back.
@@ -406,26 +397,22 @@ class SparseMLP(Reader):
         self.shared = GatedMLP(shared, config.activation, dtype, rngs) if config.shared_size else None
         self.shared_gate = PlainLinear((hidden,), (1,), hidden**-0.5, dtype, rngs) if config.shared_gate else None
 
-    def takes_unnormed(self, x: jax.Array, backend: str | None) -> bool:
-        return self.router.takes_unnormed(x, backend)
-
     def __call__(
         self,
-        x: jax.Array | UnnormedRows,
+        x: jax.Array,
         backend: str | None = "xla",
         live: jax.Array | None = None,
         counts: ExpertCounts | None = None,
     ) -> PartialSum:
         """[T, hidden] -> [T, hidden].
 
-        x: an array, or `UnnormedRows` where it takes them.
         backend: of `pallas_kernels.gated_grouped_product` and its companions; gradients need "xla".
         live: bool [T], see `residual.Kernels`; for other tokens no expert is read, and the routed experts give zeros.
         counts: counts the tokens of each expert.
         """
         first = self.collectives.first(self.held_experts)
         held = Held(first, self.held_experts) if self.held_experts else None
-        (experts, weights, rows), x = self.router(x, held=held, live=live, backend=backend)
+        experts, weights, rows = self.router(x, held=held, live=live, backend=backend)
         if counts is not None:
             counts.count(experts)
         total = PartialSum(self.experts(x, experts - first, weights, backend, rows))

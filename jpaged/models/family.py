@@ -93,12 +93,13 @@ class Family(Protocol[Config]):
     derived_tensors: a regular expression that finds names of stored tensors that hold no weights, such as causal masks,
         or that are of a part which is not run, such as a vision tower. They are left unread; "" for none.
 
-    A family may also have `aliases`: pairs of what a tensor's name may begin with in a checkpoint, and what it begins
-    with in `tensors`; for the text part of multimodal checkpoints. And `quantizations`: values of "quant_method" in
+    A family may also have `other_types`: further values of "model_type", such as that of multimodal models. And
+    `aliases`: pairs of what a tensor's name may begin with in a checkpoint, and what it begins with in `tensors`; for
+    the text part of multimodal checkpoints. And `quantizations`: values of "quant_method" in
     config.json's "quantization_config" of which loading makes plain numbers with quantization="none" ("mxfp4"). And
     `passed_over`: from a configuration another regular expression like `derived_tensors`, for layers that are not run.
-    And `fused_experts`: an entry that config.json is read with, and what a tensor's name ends with: the entry is true
-    where a quantized checkpoint has such a tensor.
+    And `fused_experts`: an entry that config.json is read with, and what a tensor's name ends with: the entry says
+    whether the checkpoint has such a tensor, where it has tensors.
     """
 
     @property

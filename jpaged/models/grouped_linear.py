@@ -36,19 +36,16 @@ class GroupedProduct(Protocol):
     def promoted(self, dtype: jnp.dtype) -> jnp.dtype:
         """What the product of rows in a type is in."""
 
-    def multiply(
-        self,
-        x: jax.Array,
-        rows: Rows,
-        weights: jax.Array | None = None,
-        *,
-        activation: str | None = None,
-        backend: str | None,
-    ) -> jax.Array:
-        """[A, inputs] -> [A, all outputs], times weights; or, of outputs (2, inner), activation(gate) * up: [A, inner].
+    def gated(self, x: jax.Array, rows: Rows, *, activation: str, backend: str | None) -> jax.Array:
+        """[A, inputs] -> activation(gate) * up, [A, inner], of outputs (2, inner).
 
-        weights: float32 [A] or more, or None for ones. Not with an activation.
         activation, backend: as of `pallas_kernels.gated_grouped_product`.
+        """
+
+    def multiply(self, x: jax.Array, rows: Rows, weights: jax.Array | None = None, *, backend: str | None) -> jax.Array:
+        """[A, inputs] -> [A, all outputs], times weights.
+
+        weights: float32 [A] or more, or None for ones. backend: as of `pallas_kernels.weighted_grouped_product`.
         """
 
 
@@ -61,22 +58,17 @@ class PlainProduct:
     def promoted(self, dtype: jnp.dtype) -> jnp.dtype:
         return jnp.promote_types(dtype, self.kernel.dtype)
 
-    def multiply(
-        self,
-        x: jax.Array,
-        rows: Rows,
-        weights: jax.Array | None = None,
-        *,
-        activation: str | None = None,
-        backend: str | None,
-    ) -> jax.Array:
+    def gated(self, x: jax.Array, rows: Rows, *, activation: str, backend: str | None) -> jax.Array:
         x, kernel = promote_dtype((x, self.kernel))  # who trains a model may keep some weights in float32
         sizes, groups, tiles = rows
-        if activation is not None:
-            return gated_grouped_product(
-                x, kernel, sizes, groups=groups, tiles=tiles, activation=activation, backend=backend
-            )
+        return gated_grouped_product(
+            x, kernel, sizes, groups=groups, tiles=tiles, activation=activation, backend=backend
+        )
+
+    def multiply(self, x: jax.Array, rows: Rows, weights: jax.Array | None = None, *, backend: str | None) -> jax.Array:
+        x, kernel = promote_dtype((x, self.kernel))
         flat = kernel.reshape(*kernel.shape[:2], -1)
+        sizes, groups, tiles = rows
         weights = jnp.ones(x.shape[:1], jnp.float32) if weights is None else weights
         return weighted_grouped_product(x, flat, sizes, weights, groups=groups, tiles=tiles, backend=backend)
 

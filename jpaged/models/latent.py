@@ -77,8 +77,10 @@ class LatentAttention(Reader):
         inputs, by_head = self.query_rank or hidden, (heads, config.plain_dim + config.rotated_dim)
         self.query = Linear((inputs,), by_head, inputs**-0.5, dtype, rngs, shard_axis=1)
         self.latent_norm = RMSNorm(rank, _NORM_EPS, dtype, rngs)
-        self.to_keys = parameter(rngs, Normal(rank**-0.5), (heads, config.plain_dim, rank), dtype, 0)
-        self.to_values = parameter(rngs, Normal(rank**-0.5), (heads, config.head_values, rank), dtype, 0)
+        self.to_keys = parameter(rngs, Normal(rank**-0.5), (heads, config.plain_dim, rank), dtype, 0, of_linear=True)
+        self.to_values = parameter(
+            rngs, Normal(rank**-0.5), (heads, config.head_values, rank), dtype, 0, of_linear=True
+        )
         out_std = (heads * config.head_values * 2 * config.num_layers) ** -0.5
         self.out = Linear((heads, config.head_values), (hidden,), out_std, dtype, rngs, shard_axis=0, bias=bias)
 

@@ -101,10 +101,6 @@ class Attention(Reader):
         """None where two products read it."""
         return self.qkv.rounding(backend) if self.gate is None else None
 
-    def takes_unnormed(self, x: jax.Array, backend: str | None) -> bool:
-        """Likewise."""
-        return self.gate is None and self.qkv.takes_unnormed(x, backend)
-
     def __call__(
         self,
         x: Rows,
@@ -115,7 +111,7 @@ class Attention(Reader):
     ) -> PartialSum:
         """[T, hidden] -> [T, hidden].
 
-        x: an array, rounded as `rounding` says, or `UnnormedRows` where it takes them.
+        x: an array, or rounded as `rounding` says.
         rotation: cos and sin (`Rope.table`). norms: of each query and of each key, before the rotation.
         backend: of products that have kernels (`Linear`).
         """

@@ -7,7 +7,6 @@ none             all of it on every shard    everything                 nothing:
 """
 
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from string import ascii_lowercase, ascii_uppercase
 from typing import Any
@@ -19,63 +18,11 @@ from flax.nnx.nn.dtypes import promote_dtype
 
 from jpaged.models.collectives import Collectives
 from jpaged.models.parameters import Constant, Normal, parameter
-from jpaged.pallas_kernels import (
-    RoundedRows,
-    Sums,
-    few_rows_product,
-    few_rows_product_backend,
-    gated_product,
-    round_rows,
-)
+from jpaged.pallas_kernels import RoundedRows, Sums, gated_product, round_rows
 from jpaged.pallas_kernels.common.numerics import precision_of
-from jpaged.pallas_kernels.registry import REFERENCE
 
-
-@partial(jax.tree_util.register_dataclass, data_fields=("x", "scale"), meta_fields=("eps", "backend"))
-@dataclass(frozen=True)
-class UnnormedRows:
-    """The RMS norm of x [T, hidden], which the product that reads it computes: for layers that take it
-    (`Linear.takes_unnormed`).
-
-    scale: [hidden] (`Norm.kernel_scale`). eps: the norm's. backend: of the product, as of `few_rows_product`.
-    """
-
-    x: jax.Array
-    scale: jax.Array
-    eps: float
-    backend: str | None
-
-    def times(self, w: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
-        """The norm @ w [hidden, N], of x's type or of `dtype`."""
-        return few_rows_product(self.x, w, norm=self.scale, norm_eps=self.eps, dtype=dtype, backend=self.backend)
-
-    def and_times(self, w: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-        """The same, of `dtype`, and the norm."""
-        options: dict[str, Any] = {"norm": self.scale, "norm_eps": self.eps, "dtype": dtype}
-        return few_rows_product(self.x, w, **options, gives_normed=True, backend=self.backend)
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=("x", "w"), meta_fields=("backend",))
-@dataclass(frozen=True)
-class Product:
-    """x [T, K] @ w [K, N], which who adds it computes together with the sum."""
-
-    x: jax.Array
-    w: jax.Array
-    backend: str | None
-
-    def array(self) -> jax.Array:
-        """[T, N]."""
-        return few_rows_product(self.x, self.w, backend=self.backend)
-
-    def added_to(self, residual: jax.Array) -> jax.Array:
-        """residual [T, N] and the product, added in float32 and rounded once."""
-        return few_rows_product(self.x, self.w, residual=residual, dtype=residual.dtype, backend=self.backend)
-
-
-Rows = jax.Array | RoundedRows | UnnormedRows
-"""What layers read: [T, *inputs], or rows that were rounded as the layer's `Rounding` says, or rows whose norm has
-still to be computed."""
+Rows = jax.Array | RoundedRows
+"""What layers read: [T, *inputs], or rows that were rounded as the layer's `Rounding` says."""
 
 
 @dataclass(frozen=True)
@@ -101,17 +48,17 @@ class PartialSum:
     """A shard's term of a sum over all shards, and what is added once to the whole. `residual.Stream.add` takes it.
 
     term: [T, hidden], of a product whose inputs are split over shards; or what is that when its scales are multiplied,
-        or the product itself computed, which who adds it may do on the way.
+        which who adds it may do on the way.
     bias: [hidden], equal on every shard; or None.
     """
 
-    term: jax.Array | Sums | Product
+    term: jax.Array | Sums
     bias: jax.Array | None = None
 
     @property
     def array(self) -> jax.Array:
         """The term [T, hidden]."""
-        return self.term.array() if isinstance(self.term, Sums | Product) else self.term
+        return self.term.array() if isinstance(self.term, Sums) else self.term
 
     def __add__(self, other: "PartialSum") -> "PartialSum":
         """Both sums as one, so that shards exchange one array: for attention and MLP that read the same input."""
@@ -229,24 +176,6 @@ class Linear(nnx.Module):
         del backend
         return None
 
-    def takes_unnormed(self, x: jax.Array, backend: str | None) -> bool:
-        """Whether a call takes `UnnormedRows` of x [T, inputs]: where a kernel computes norm and product.
-
-        backend: of the call.
-        """
-        return not self.layout.outputs_first and self._has_kernel(x, backend, normed=True)
-
-    def _has_kernel(self, x: jax.Array, backend: str | None, *, normed: bool = False) -> bool:
-        """Whether the product of x [T, all inputs], or of its norm, is one of few rows, for which there is a kernel."""
-        w = jax.ShapeDtypeStruct((self.layout.input_size, self.layout.output_size), self.kernel.dtype)
-        if x.dtype != w.dtype or 0 in x.shape:
-            return False
-        return few_rows_product_backend(x, w, backend, normed=normed) != REFERENCE
-
-    def matrix(self) -> jax.Array:
-        """The kernel [all inputs, all outputs], of one that does not have outputs first."""
-        return self.kernel[...].reshape(self.layout.input_size, self.layout.output_size)
-
     def __call__(self, x: Rows, dtype: jnp.dtype | None = None, backend: str | None = "xla") -> jax.Array:
         """[T, *inputs] -> [T, *outputs], of x's type, or of `dtype`, in which sums are then accumulated.
 
@@ -290,17 +219,10 @@ class Linear(nnx.Module):
         operands = promote_dtype((x, self.kernel[...], bias))  # who trains a model may keep some weights in float32
         return gated_product(*operands, activation=activation, backend=backend)
 
-    def _term(self, x: Any, backend: str | None) -> jax.Array | Sums | Product:
-        if self.layout.outputs_first or x.ndim != 1 + len(self.layout.inputs):
-            return self._product(x, None, backend)
-        flat = x.reshape(x.shape[0], self.layout.input_size)
-        if self._has_kernel(flat, backend):
-            return Product(flat, self.matrix(), backend)
+    def _term(self, x: Any, backend: str | None) -> jax.Array | Sums:
         return self._product(x, None, backend)
 
     def _product(self, x: Any, dtype: jnp.dtype | None, backend: str | None) -> jax.Array:
-        if isinstance(x, UnnormedRows):
-            return x.times(self.matrix(), dtype).reshape(-1, *self.layout.outputs)
         del backend
         # einsum contracts axes in the order of their letters: the innermost first.
         inner, outer = ascii_lowercase[: len(self.layout.inputs)][::-1], ascii_uppercase[: len(self.layout.outputs)]
@@ -310,17 +232,12 @@ class Linear(nnx.Module):
 
 
 class Reader(nnx.Module):
-    """A part of a layer that reads arrays alone, until it overrides `rounding` or `takes_unnormed`."""
+    """A part of a layer that reads arrays alone, until it overrides `rounding`."""
 
     def rounding(self, backend: str | None) -> Rounding | None:
-        """How what a call reads may be rounded before; None if it must not be."""
+        """How what a call reads may be rounded before; None if it must be an array."""
         del backend
         return None
-
-    def takes_unnormed(self, x: jax.Array, backend: str | None) -> bool:
-        """Whether a call takes `UnnormedRows` of x [T, hidden]."""
-        del x, backend
-        return False
 
 
 class PlainLinear(Linear):

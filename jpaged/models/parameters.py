@@ -75,6 +75,7 @@ def parameter(
     kv_heads: bool = False,
     suffix: str | None = None,
     weights_each: int = 1,
+    of_linear: bool = False,
 ) -> nnx.Param:
     """A parameter, and its metadata.
 
@@ -86,6 +87,8 @@ def parameter(
     suffix: its name in `Model.parameter_names` is its module's name with this appended: "" for the kernel of a
         `Linear` called "mlp.down", whose name is then "mlp.down". None: the module's name, a dot, and its own.
     weights_each: how many of a model's parameters an element stands for: two of 4 bits, none for a scale.
+    of_linear: checkpoints have it as the weight of a linear layer, which may be quantized there, though no `Linear`
+        keeps it.
     """
     return nnx.Param(
         start.draw(rngs.params(), shape, dtype),
@@ -94,4 +97,5 @@ def parameter(
         kv_heads=kv_heads,
         suffix=suffix,
         weights_each=weights_each,
+        of_linear=of_linear,
     )

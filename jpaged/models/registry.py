@@ -176,8 +176,10 @@ def _runs(architecture: str, broken: list[InvalidParameterError]) -> bool:
 def _architecture_by_type(model_type: Any) -> str:
     broken: list[InvalidParameterError] = []
     for architecture in supported_architectures():
-        if _runs(architecture, broken) and _families[architecture].model_type == model_type:
-            return architecture
+        if _runs(architecture, broken):
+            family = _families[architecture]
+            if model_type in (family.model_type, *getattr(family, "other_types", ())):
+                return architecture
     raise _unsupported(f"of model_type {model_type!r}", broken)
 
 

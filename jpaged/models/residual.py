@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jpaged.api.errors import UnsupportedModelError
 from jpaged.models.collectives import Collectives, Exchange
-from jpaged.models.linear import PartialSum, Product, Reader, Rows, UnnormedRows
+from jpaged.models.linear import PartialSum, Rounding, Rows
 from jpaged.models.norms import Norm
 from jpaged.pallas_kernels import Sums
 
@@ -106,13 +106,9 @@ class Stream:
         if self.exchange is not None:
             self.pending = PartialSum(part.array, part.bias)
             return
-        if part.bias is None and self.collectives.size == 1:
-            if isinstance(part.term, Sums):
-                self.pending = part
-                return
-            if isinstance(part.term, Product):
-                self.x = part.term.added_to(self.x)
-                return
+        if isinstance(part.term, Sums) and part.bias is None and self.collectives.size == 1:
+            self.pending = part
+            return
         total = self.collectives.all_reduce(part.array)
         self.x = self.x + (total if part.bias is None else total + part.bias)
 
@@ -155,22 +151,15 @@ class Stream:
             return normed
         return norm(self.value())
 
-    def normed_for(self, reader: Reader, norm: Norm) -> Rows:
-        """The norm of the stream as a layer reads it: rounded, where it says how, together with the pending sum; or
-        still to be computed, where it does that itself."""
-        if self.exchange is not None or (scale := norm.kernel_scale()) is None:
+    def normed_for(self, rounding: Rounding | None, norm: Norm) -> Rows:
+        """The norm of the stream as a layer reads it: rounded, where it says how, together with the pending sum."""
+        if rounding is None or self.exchange is not None or (scale := norm.kernel_scale()) is None:
             return self.normed(norm)
-        if (rounding := reader.rounding(self.backend)) is None:
-            x = self.value()
-            if reader.takes_unnormed(x, self.backend):
-                return UnnormedRows(x, scale, norm.eps, self.backend)
-            return norm(x)
         if self.pending is None:
             return rounding(self.x, norm=scale, norm_eps=norm.eps)[0]
-        assert isinstance(self.pending.term, Sums)
-        rows, added = rounding(self.pending.term, residual=self.x, norm=scale, norm_eps=norm.eps)
-        assert added is not None
-        self.x, self.pending = added, None
+        rows, x = rounding(self.pending.term, residual=self.x, norm=scale, norm_eps=norm.eps)
+        assert x is not None
+        self.x, self.pending = x, None
         return rows
 
     def become(self, other: "Stream") -> None:

@@ -277,14 +277,15 @@ def _yarn(p: _Parameters) -> _Stretched:
     stretched = np.float32(1.0) / (np.float32(factor) * wavelengths)
     frequencies = stretched * (1 - kept) + (np.float32(1.0) / wavelengths) * kept
 
-    scale = _yarn_scale(factor, p.number("mscale", 1.0), p.number("mscale_all_dim", 0.0, above=-1.0))
+    weights = p.number("mscale", 0.0, above=-1.0), p.number("mscale_all_dim", 0.0, above=-1.0)
     length = max(p.length, int(p.original_length * factor))
-    return _Stretched(frequencies, length, p.number("attention_factor", scale))
+    return _Stretched(frequencies, length, p.number("attention_factor", _yarn_scale(factor, *weights)))
 
 
 def _yarn_scale(factor: float, numerator: float, denominator: float) -> float:
-    """YaRN's temperature; a checkpoint that weighs it does so by two weights, as a ratio."""
-    if not denominator:
+    """YaRN's temperature; a checkpoint that weighs it does so by two weights, as a ratio. One alone has no effect, as
+    in transformers."""
+    if not (numerator and denominator):
         return _temperature(factor, 1.0)
     return _temperature(factor, numerator) / _temperature(factor, denominator)
 

@@ -1,21 +1,26 @@
-"""A forward pass whose rows are computed in tiles of one fixed size, so that a row's bits depend on that row alone.
+"""A forward pass whose rows' bits depend on that row alone.
 
 Compilers choose how to compute a product or a sum by its shape, and what rounding comes of it differs in the last bits.
-So nothing that is computed here has the shape of the batch. The model is traced once, for a tile of `tile_rows()` rows;
-that trace is cut where attention mixes rows, and each segment is a loop over tiles:
+So they are given nothing that rounds and has the shape of the batch. The model is traced once, for a tile of a fixed
+number of rows, and the trace is cut where attention mixes rows and where rows are multiplied with weights:
 
-    tokens, positions [T] --> |segment 0| --> q, k, v [T] --> attention --> |segment 1| --> q, k, v .. --> hidden [T]
-                              loop over tiles                  `attend_rows`  loop over tiles
+    tokens, positions [T] --> |segment| --> product --> |segment| --> attention --> product --> |segment| .. --> hidden
+                               tiles       all rows      tiles       `attend_rows`  all rows     tiles
 
-A loop is a border which compilers do not fuse across, so a segment is the same program wherever it stands: in decode
-and mixed steps of any size, and in a trainer's forward pass. What the model computes of its weights alone stays outside
-the loops. Models know nothing of this.
+    product   rows [T, in] with weights [in, out], by a kernel that reads weights once and whose bits for a row depend
+              neither on how many there are nor on where it stands (`pallas_kernels.invariant_product`)
+    segment   everything else, as a loop over tiles, behind borders which compilers do not fuse across: the same program
+              wherever it stands, in decode and mixed steps of any size and in a trainer's forward pass
+
+Where there is no such kernel (on a CPU, in float32, for quantized weights and experts) products stay in the segments.
+What the model computes of its weights alone stays outside the loops. Models know nothing of this.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from math import prod
 from typing import Any
 
 import jax
@@ -27,19 +32,27 @@ from jpaged.api.errors import InvalidParameterError, UnsupportedModelError
 from jpaged.models.config import ModelConfig
 from jpaged.models.model import Model
 from jpaged.models.residual import Kernels
-from jpaged.pallas_kernels import split_qkv
+from jpaged.pallas_kernels import invariant_product, invariant_product_backend, split_qkv
 from jpaged.pallas_kernels.devices import default_device
+from jpaged.pallas_kernels.registry import REFERENCE
 
 _CPU_ROWS = 16
 _GPU_ROWS = 128
-"""As many rows as keep the tensor cores busy for as long as their weights take to arrive: an H200's 990 TFLOP/s in 16
-bits and 4.8 TB/s meet at 206 rows (computed, not measured). Fewer would read weights in vain more often, more would pad
-small batches."""
+"""Of tiles with products in them: as many rows as keep the tensor cores busy for as long as their weights take to
+arrive. An H200's 990 TFLOP/s in 16 bits and 4.8 TB/s meet at 206 rows (computed, not measured). Fewer would read
+weights in vain more often, more would pad small batches."""
+_WIDE_GPU_ROWS = 512
+"""Of tiles without: padding costs them next to nothing, and a batch of so many rows needs no loop."""
 
 
 def tile_rows() -> int:
     """Rows of a tile on JAX's default device."""
     return _CPU_ROWS if default_device().platform == "cpu" else _GPU_ROWS
+
+
+def _wide_tile_rows() -> int:
+    """Rows of a tile without products."""
+    return _CPU_ROWS if default_device().platform == "cpu" else _WIDE_GPU_ROWS
 
 
 def check_rows_are_apart(config: ModelConfig) -> None:
@@ -55,16 +68,17 @@ def check_rows_are_apart(config: ModelConfig) -> None:
         )
 
 
-def in_row_tiles(function: Callable[..., Any], live: jax.Array, *rows: jax.Array) -> Any:
+def in_row_tiles(function: Callable[..., Any], live: jax.Array, *rows: jax.Array, size: int | None = None) -> Any:
     """function(*rows), computed tile by tile.
 
-    function: of arrays whose first axis is `tile_rows()` long, to a tree of such arrays; it treats every row alike,
+    function: of arrays whose first axis is `size` long, to a tree of such arrays; it treats every row alike,
         whatever the others are.
     live: bool [T]; what comes out for other rows means nothing.
     rows: arrays [T, ...].
+    size: rows of a tile, `tile_rows()` if None. Equal bits need equal sizes.
     Returns a tree of arrays [T, ...].
     """
-    size, total = tile_rows(), live.shape[0]
+    size, total = size or tile_rows(), live.shape[0]
     count = -(-total // size)
     rows = tuple(jnp.pad(x, [(0, count * size - total), *[(0, 0)] * (x.ndim - 1)]) for x in rows)
     tiles = [jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in rows]
@@ -130,14 +144,44 @@ def forward_in_row_tiles(
     Raises:
         UnsupportedModelError: the model mixes tokens outside attention.
     """
-    tile = [jax.ShapeDtypeStruct((tile_rows(),), dtype) for dtype in (tokens.dtype, positions.dtype, bool)]
 
-    def of_tile(weights: Sequence[jax.Array], tokens: jax.Array, positions: jax.Array, live: jax.Array) -> jax.Array:
+    def of_tile(weights: Sequence[jax.Array], rows: Sequence[jax.Array], backend: str | None) -> jax.Array:
+        tokens, positions, live = rows
         return model.forward(weights, tokens, positions, _cut, Kernels(None, backend, live))
 
-    traced = jax.make_jaxpr(of_tile)(tuple(weights), *tile)
-    segments = _Segments(traced, len(tuple(weights)))
-    return segments.run(tuple(weights), (tokens, positions, live), live, attend_rows)
+    weights, rows, segments = tuple(weights), (tokens, positions, live), None
+    if not model.quantized and _has_kernel((8, 8), model.dtype, backend):
+        # Products as XLA would have them, one by one, so that they can be cut out. Those of experts cannot.
+        segments = _Segments(partial(of_tile, backend=REFERENCE), weights, rows, _wide_tile_rows(), backend)
+    if segments is None or not segments.are_cheap:
+        segments = _Segments(partial(of_tile, backend=backend), weights, rows, tile_rows(), backend)
+    return segments.run(weights, rows, live, attend_rows)
+
+
+def with_weights(
+    function: Callable[[Sequence[jax.Array], jax.Array], jax.Array],
+    weights: Sequence[jax.Array],
+    live: jax.Array,
+    rows: jax.Array,
+    backend: str | None = None,
+) -> jax.Array:
+    """function(weights, rows), row by row: [T, ...] of rows [T, ...], for what asks for no attention, such as a head.
+
+    live, backend: as of `forward_in_row_tiles`.
+    """
+    weights = tuple(weights)
+    segments = _Segments(lambda weights, rows: function(weights, *rows), weights, (rows,), tile_rows(), backend)
+    return segments.run(weights, (rows,), live, _refuse_attention)
+
+
+def _refuse_attention(asked: "Attention") -> jax.Array:
+    raise UnsupportedModelError("batch_invariant=True: a model's head must not attend; leave it out.")
+
+
+def _has_kernel(weight: tuple[int, int], dtype: Any, backend: str | None, outputs_first: bool = False) -> bool:
+    """Whether a kernel multiplies all rows at once with a matrix of this shape and type."""
+    x = jax.ShapeDtypeStruct((1, weight[1 if outputs_first else 0]), dtype)
+    return invariant_product_backend(x, jax.ShapeDtypeStruct(weight, dtype), backend) is not None
 
 
 _CUT = core.Primitive("attend")
@@ -164,28 +208,101 @@ def _cut(
     return _CUT.bind(q, k, v, *arrays.values(), names=tuple(arrays), plain=plain)
 
 
-class _Segments:
-    """The trace of a tile, cut at its calls of attention."""
+@dataclass(frozen=True)
+class _Product:
+    """A `dot_general` of rows with a weight, as a product of matrices.
 
-    def __init__(self, traced: core.ClosedJaxpr, num_weights: int) -> None:
+    lhs_order: axes of the rows in the order in which the weight has them, the rows' own first.
+    outputs_first: as of `invariant_product`. outputs: the axes that they are. dtype: of the result.
+    """
+
+    lhs_order: tuple[int, ...]
+    outputs_first: bool
+    outputs: tuple[int, ...]
+    dtype: Any
+
+    @classmethod
+    def of(cls, equation: Any) -> "_Product | None":
+        """What an equation is, whose right side no rows are in; None if it is no such product."""
+        if equation.primitive is not lax.dot_general_p:
+            return None
+        lhs, rhs = (x.aval for x in equation.invars)
+        (lhs_axes, rhs_axes), (lhs_batch, _) = equation.params["dimension_numbers"]
+        if lhs_batch or sorted(lhs_axes) != list(range(1, lhs.ndim)) or lhs.dtype != rhs.dtype:
+            return None
+        count = len(rhs_axes)
+        outputs_first = sorted(rhs_axes) == list(range(rhs.ndim - count, rhs.ndim)) and count < rhs.ndim
+        if not outputs_first and sorted(rhs_axes) != list(range(count)):
+            return None  # the weight would have to be copied
+        pairs = sorted(zip(rhs_axes, lhs_axes, strict=True))
+        outputs = rhs.shape[: rhs.ndim - count] if outputs_first else rhs.shape[count:]
+        dtype = equation.outvars[0].aval.dtype
+        if dtype not in (lhs.dtype, jnp.float32):
+            return None
+        return cls((0, *(axis for _, axis in pairs)), outputs_first, outputs, dtype)
+
+    def matrix(self, weight: Any) -> tuple[int, int]:
+        """The shape of the weight as a matrix."""
+        outputs = prod(self.outputs)
+        inputs = weight.size // max(outputs, 1)
+        return (outputs, inputs) if self.outputs_first else (inputs, outputs)
+
+    def __call__(self, rows: jax.Array, weight: jax.Array, backend: str | None) -> jax.Array:
+        """[T, *inputs] -> [T, *outputs]."""
+        x = rows.transpose(self.lhs_order).reshape(rows.shape[0], -1)
+        w = weight.reshape(self.matrix(weight))
+        y = invariant_product(x, w, outputs_first=self.outputs_first, dtype=self.dtype, backend=backend)
+        return y.reshape(rows.shape[0], *self.outputs)
+
+
+class _Segments:
+    """The trace of a tile of `size` rows, cut at its calls of attention and at its products with weights.
+
+    are_cheap: whether no product is left in the segments, nor a call of a kernel, which may be one.
+    """
+
+    def __init__(
+        self,
+        of_tile: Callable[[Sequence[jax.Array], Sequence[jax.Array]], jax.Array],
+        weights: Sequence[jax.Array],
+        rows: Sequence[jax.Array],
+        size: int,
+        backend: str | None,
+    ) -> None:
+        """of_tile: of weights and rows, of which `size` make a tile. backend: of products."""
+        tile = [jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in rows]
+        traced = jax.make_jaxpr(of_tile)(weights, tile)
         jaxpr: Any = getattr(traced, "jaxpr", traced)  # JAX 0.12 has one type for both
+        self._size, self._backend = size, backend
         self._constants = list(zip(jaxpr.constvars, traced.consts, strict=True))
-        self._weights, self._inputs = jaxpr.invars[:num_weights], jaxpr.invars[num_weights:]
+        self._weights, self._inputs = jaxpr.invars[: len(weights)], jaxpr.invars[len(weights) :]
         self._result = jaxpr.outvars[0]
         self._shared: list[Any] = []  # equations of weights and constants alone
         self._parts: list[list[Any]] = [[]]
-        self._cuts: list[Any] = []
+        self._cuts: list[tuple[Any, _Product | None]] = []  # behind each part but the last; None: attention
         of_rows = set(self._inputs)
         for equation in jaxpr.eqns:
             if equation.primitive is not _CUT and of_rows.isdisjoint(_read_by(equation)):
                 self._shared.append(equation)
                 continue
+            product = None if equation.primitive is _CUT else self._product(equation, of_rows)
             of_rows.update(equation.outvars)
-            if equation.primitive is _CUT:
-                self._cuts.append(equation)
+            if equation.primitive is _CUT or product is not None:
+                self._cuts.append((equation, product))
                 self._parts.append([])
             else:
                 self._parts[-1].append(equation)
+        self.are_cheap = not any(_is_costly(equation) for part in self._parts for equation in part)
+
+    def _product(self, equation: Any, of_rows: set[Any]) -> _Product | None:
+        """What is computed for all rows at once; None for all else."""
+        product = _Product.of(equation)
+        if product is None or any(isinstance(x, core.Literal) for x in equation.invars):
+            return None
+        rows, weight = equation.invars
+        matrix = product.matrix(weight.aval)
+        has_kernel = 0 not in matrix and _has_kernel(matrix, rows.aval.dtype, self._backend, product.outputs_first)
+        return product if has_kernel and weight not in of_rows else None
 
     def run(
         self,
@@ -198,21 +315,57 @@ class _Segments:
         shared = dict(self._constants) | dict(zip(self._weights, weights, strict=True))
         _evaluate(self._shared, shared)
         rows: dict[Any, jax.Array] = dict(zip(self._inputs, inputs, strict=True))
+        attended = 0
         for number, part in enumerate(self._parts):
             # Lists in the order of the trace: that of a set differs from process to process, and so would programs.
             given = [variable for variable in rows if variable in _read_by(*part)]
-            wanted = _read_by(*self._cuts[number:], *chain(*self._parts[number + 1 :])) | {self._result}
+            cuts = (cut for cut, _ in self._cuts[number:])
+            wanted = _read_by(*cuts, *chain(*self._parts[number + 1 :])) | {self._result}
             left = [variable for equation in part for variable in equation.outvars if variable in wanted]
-            of_tile = partial(_run_part, part, shared, given, left)
-            made = in_row_tiles(of_tile, live, *(rows[variable] for variable in given))
+            made = self._run(part, shared, given, left, live, [rows[variable] for variable in given])
             rows = {variable: value for variable, value in rows.items() if variable in wanted}
             rows |= dict(zip(left, made, strict=True))
-            for cut in self._cuts[number : number + 1]:
+            for cut, product in self._cuts[number : number + 1]:
                 known = shared | rows
+                if product is not None:
+                    x, weight = (known[variable] for variable in cut.invars)
+                    rows[cut.outvars[0]] = product(x, weight, self._backend)
+                    continue
                 q, k, v, *arrays = (known[variable] for variable in cut.invars)
                 features = dict(cut.params["plain"]) | dict(zip(cut.params["names"], arrays, strict=True))
-                rows[cut.outvars[0]] = attend_rows(Attention(number, q, k, v, features))
+                rows[cut.outvars[0]] = attend_rows(Attention(attended, q, k, v, features))
+                attended += 1
         return rows[self._result]
+
+    def _run(
+        self,
+        part: Sequence[Any],
+        shared: Mapping[Any, Any],
+        given: Sequence[Any],
+        left: Sequence[Any],
+        live: jax.Array,
+        values: Sequence[jax.Array],
+    ) -> list[jax.Array]:
+        """What a part leaves of all rows, in the order of `left`."""
+        if not left:
+            return []
+        made: list[jax.Array] = in_row_tiles(
+            partial(_run_part, part, shared, given, left), live, *values, size=self._size
+        )
+        return made
+
+
+_KERNELS = {"pallas_call", "core_map", "mpmd_map", "run_state", "triton_kernel_call", "custom_vmap_call", "ffi_call"}
+_DEAR = {"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"}
+
+
+def _is_costly(equation: Any) -> bool:
+    """Whether an equation multiplies with weights, or calls what may."""
+    if equation.primitive.name in _KERNELS | _DEAR:
+        return True
+    values = [x for value in equation.params.values() for x in (value if isinstance(value, tuple) else (value,))]
+    programs = [getattr(x, "jaxpr", x) for x in values]
+    return any(_is_costly(one) for program in programs for one in getattr(program, "eqns", ()))
 
 
 def _read_by(*equations: Any) -> set[Any]:

@@ -28,7 +28,6 @@ from jpaged.pallas_kernels.contiguous_attention.addresses import Addresses
 from jpaged.pallas_kernels.contiguous_attention.api import contiguous_attention
 from jpaged.pallas_kernels.decode_attention.api import decode_attention
 from jpaged.pallas_kernels.expanded_attention.api import Expansion, expanded_attention
-from jpaged.pallas_kernels.few_rows_product.api import few_rows_product, few_rows_product_backend
 from jpaged.pallas_kernels.fp8_product.api import fp8_product
 from jpaged.pallas_kernels.gated_delta_rule.api import gated_delta_rule
 from jpaged.pallas_kernels.gated_product.api import gated_product
@@ -36,6 +35,7 @@ from jpaged.pallas_kernels.grouped_product.api import gated_grouped_product, wei
 from jpaged.pallas_kernels.grouped_product.sorting import sort_by_expert
 from jpaged.pallas_kernels.int4_product.api import int4_product
 from jpaged.pallas_kernels.invariant_attention.api import invariant_attention
+from jpaged.pallas_kernels.invariant_product.api import invariant_product, invariant_product_backend
 from jpaged.pallas_kernels.mixed_attention.api import mixed_attention
 from jpaged.pallas_kernels.move_blocks.api import copy_blocks, gather_blocks, scatter_blocks
 from jpaged.pallas_kernels.quantized_grouped_product.api import quantized_grouped_product
@@ -69,8 +69,6 @@ __all__ = [
     "copy_blocks",
     "decode_attention",
     "expanded_attention",
-    "few_rows_product",
-    "few_rows_product_backend",
     "fp8_product",
     "gated_delta_rule",
     "gated_grouped_product",
@@ -79,6 +77,8 @@ __all__ = [
     "initial_all_reduce_state",
     "int4_product",
     "invariant_attention",
+    "invariant_product",
+    "invariant_product_backend",
     "merge_attention",
     "mixed_attention",
     "quantized_grouped_product",

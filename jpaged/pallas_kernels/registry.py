@@ -17,7 +17,9 @@ preferred one first, separated by commas: the op takes the first that can do the
 
 To add a backend to the package, add its line to `_BACKENDS` and a file named like it to each op's folder. The file has
 a function named after each op it implements, which takes what the function in `reference.py` takes, and `unsupported`.
-An op's many arrays come as one tuple (`Operands`), the attention ops' options as one hashable object (`Features`).
+Where an op has many arrays, they come as a tuple with names (`Operands`, `Destination`, ...); many options come as one
+hashable object (`Features`, `Options`). The annotations in `reference.py` name these types and import them from where
+they are defined.
 It is imported when its backend is first considered, so no other machine needs what it imports.
 
 To add a backend from outside, call `register_backend` and `register_implementation`:

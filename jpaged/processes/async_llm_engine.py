@@ -18,7 +18,6 @@ import itertools
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 from jpaged.api.checks import check_bool, check_choice
@@ -201,8 +200,10 @@ class AsyncLLMEngine:
 
     def reserve(self, num_requests: int, num_tokens: int = 0) -> None:
         """Counts requests, and tokens of their prompts, as queued before they are; negative numbers give them back."""
-        self._board.add("queued", 0, num_requests)
-        self._board.add("queued_tokens", 0, num_tokens)
+        if num_requests:
+            self._board.add("queued", 0, num_requests)
+        if num_tokens:
+            self._board.add("queued_tokens", 0, num_tokens)
 
     async def generate(
         self,
@@ -242,7 +243,7 @@ class AsyncLLMEngine:
         handle = self._requests.next_handle()
         if isinstance(params, SamplingParams) and params.seed is None:
             # Chosen here, not by an engine process: another one may have to go on with the request.
-            params = replace(params, seed=default_seed(self.args.seed, handle - 1))
+            params = params.seeded(default_seed(self.args.seed, handle - 1))
         request, checked = self._processor.request(
             f"request-{handle}" if request_id is None else request_id,
             checked,
@@ -361,18 +362,21 @@ class AsyncLLMEngine:
         A replica whose process ends while it sleeps is awake when it serves again.
 
         Raises:
-            EngineRestartingError: a replica's process is being started again.
+            EngineRestartingError: a replica's process is being started again, or ended meanwhile. All are awake.
         """
         if self.is_restarting:
             raise EngineRestartingError("An engine process is being started again; it cannot sleep until it serves.")
         if any(answer.requests for answer in (await self._fleet.ask(wire.GetRequests(1), wire.Requests)).values()):
             return False  # else replicas that have nothing to do would sleep, and refuse what comes to them meanwhile
+        asked = len(self._requests.serving())
         answers = await self._fleet.ask(wire.Sleep(level), wire.Changed)
         self._requests.router.forget_prefixes()
-        if all(answer.value for answer in answers.values()):
+        if len(answers) == asked and all(answer.value for answer in answers.values()):
             return True
-        await self.wake_up()  # a request has come meanwhile
-        return False
+        await self.wake_up()
+        if len(answers) < asked:
+            raise EngineRestartingError("An engine process ended when it was to sleep; try again once it serves.")
+        return False  # a request has come meanwhile
 
     async def wake_up(self) -> None:
         """As `LLMEngine.wake_up`, on every replica."""

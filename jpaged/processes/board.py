@@ -20,6 +20,7 @@ GAUGES = ("queued", "queued_tokens", "unfinished", "owed_tokens")
 _ARRIVED = "arrived"
 """Requests that a worker has numbered; they stand in its first replica's cell and outlive the worker."""
 _COLUMNS = (*GAUGES, _ARRIVED)
+_COLUMN = {name: number for number, name in enumerate(_COLUMNS)}
 
 
 class Board:
@@ -33,6 +34,10 @@ class Board:
         shape = (num_workers, num_replicas, len(_COLUMNS) + num_columns)
         memory = mmap.mmap(fd, _num_bytes(*shape))
         self.cells = np.frombuffer(memory, np.float64).reshape(shape)
+        # Gauges change some ten times a request; single numbers of a memoryview take a third of the time.
+        self._numbers = memoryview(memory).cast("d")
+        self._width = shape[2]
+        self._own = worker * num_replicas * shape[2]
         self.worker = worker
 
     @property
@@ -46,17 +51,17 @@ class Board:
 
     def add(self, gauge: str, replica: int, amount: float) -> None:
         """Adds to this worker's gauge."""
-        self.cells[self.worker, replica, _COLUMNS.index(gauge)] += amount
+        self._numbers[self._own + replica * self._width + _COLUMN[gauge]] += amount
 
     def set(self, gauge: str, replica: int, value: float) -> None:
         """Sets this worker's gauge."""
-        self.cells[self.worker, replica, _COLUMNS.index(gauge)] = value
+        self._numbers[self._own + replica * self._width + _COLUMN[gauge]] = value
 
     def next_number(self) -> int:
         """Numbers a request: 0, 1, 2, ... for this worker, and on from there for one that takes its place."""
-        cell = self.cells[self.worker, 0]
-        number = int(cell[_COLUMNS.index(_ARRIVED)])
-        cell[_COLUMNS.index(_ARRIVED)] = number + 1
+        at = self._own + _COLUMN[_ARRIVED]
+        number = int(self._numbers[at])
+        self._numbers[at] = number + 1
         return number
 
     def clear_gauges(self, worker: int) -> None:
@@ -65,11 +70,11 @@ class Board:
 
     def total(self, gauge: str) -> int:
         """The sum over all workers and replicas."""
-        return int(self.cells[:, :, _COLUMNS.index(gauge)].sum())
+        return int(sum(self._numbers[_COLUMN[gauge] :: self._width]))
 
     def by_replica(self, gauge: str) -> list[float]:
         """For each replica, the sum over all workers."""
-        by_replica: list[float] = self.cells[:, :, _COLUMNS.index(gauge)].sum(axis=0).tolist()
+        by_replica: list[float] = self.cells[:, :, _COLUMN[gauge]].sum(axis=0).tolist()
         return by_replica
 
 

@@ -93,6 +93,8 @@ class Fleet:
             if self._handover is not None:
                 self._handover.setblocking(False)
                 loop.add_reader(self._handover, self._take_over)
+            if self.keeper is not None:
+                self.keeper.watch_start()
             for replica in list(self.replicas):
                 await replica.connect(self._take, self._end)
         return await asyncio.shield(self._is_ready)
@@ -309,6 +311,8 @@ class Fleet:
         if error is None:
             code = None if self.processes is None else self.processes.exit_code(replica.index, _LAST_WORDS_S)
             how = "closed its socket" if code is None else ended_how(code)
+            if self.keeper is not None:
+                how = self.keeper.why_hung(replica.index) or how
             which = "" if len(self.replicas) == 1 else f" of replica {replica.index}"
             error = EngineDeadError(f"The engine process{which} {how}; start it anew.")
         self._die(replica, error)

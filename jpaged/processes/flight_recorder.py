@@ -7,6 +7,7 @@ microseconds. The process that started it reads the memory when it has ended, ho
 dispatched and not read is what it may have ended of. Records have sizes and times, and no tokens.
 """
 
+import contextlib
 import json
 import logging
 import mmap
@@ -30,6 +31,8 @@ log = logging.getLogger("jpaged.engine")
 NUM_RECORDS = 1000
 MOST_FILES = 10
 _HEADER = struct.Struct("<qddI")
+_STEP_ID, _TIME, _READ_AT = struct.Struct("<q"), struct.Struct("<d"), 16
+"""Of the header alone: a step's number, and a time, such as when its results were read, which is at byte 16."""
 _SIZES = struct.Struct("<qq")
 """Bytes of a record, and how many there are: at the end of the page of the pulse."""
 _SIZES_AT = PULSE_BYTES - _SIZES.size
@@ -71,37 +74,35 @@ class FlightRecorder:
         most = _HEADER.size + 128 + 4 * len(slots.requests) + _MOST_CHUNKS * _CHUNK_BYTES
         self._record_bytes = -(-most // 64) * 64
         os.ftruncate(pulse.fd, PULSE_BYTES + NUM_RECORDS * self._record_bytes)
-        self._memory = mmap.mmap(pulse.fd, 0)
+        self._memory = mmap.mmap(pulse.fd, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self._body = bytearray()
         _SIZES.pack_into(self._memory, _SIZES_AT, self._record_bytes, NUM_RECORDS)
 
     def planned(self, plan: StepPlan) -> None:
         """A step is about to be dispatched."""
-        chunks = [(c.slot, c.start, len(c.token_ids), c.samples) for c in plan.chunks[:_MOST_CHUNKS]]
-        body = _encoder.encode(
-            _Content(
-                variant=int(plan.variant),
-                contexts=self._slots.num_computed[plan.decode_slots].tobytes(),
-                chunks=chunks,
-                num_chunks=len(plan.chunks),
-                num_starts=len(plan.starts),
-                num_ends=len(plan.ends),
-                num_copies=len(plan.copies),
-                num_swaps=len(plan.swap_outs) + len(plan.swap_ins),
-                num_beams=len(plan.beams),
-                shared_len=plan.shared_len,
-                num_running=self._slots.num_used,
-            )
+        content = _Content(  # by position: with names it takes longer, in every step
+            plan.variant.value,
+            self._slots.num_computed.take(plan.decode_slots).tobytes(),
+            [(c.slot, c.start, len(c.token_ids), c.samples) for c in plan.chunks[:_MOST_CHUNKS]],
+            len(plan.chunks),
+            len(plan.starts),
+            len(plan.ends),
+            len(plan.copies),
+            len(plan.swap_outs) + len(plan.swap_ins),
+            len(plan.beams),
+            plan.shared_len,
+            self._slots.num_used,
         )
         at = self._place(plan.step_id)
-        _HEADER.pack_into(self._memory, at, plan.step_id, time.monotonic(), 0.0, len(body))
-        self._memory[at + _HEADER.size : at + _HEADER.size + len(body)] = body
+        _encoder.encode_into(content, self._body)
+        _HEADER.pack_into(self._memory, at, plan.step_id, time.monotonic(), 0.0, len(self._body))
+        self._memory[at + _HEADER.size : at + _HEADER.size + len(self._body)] = self._body
 
     def read(self, plan: StepPlan) -> None:
         """A step's results have come."""
         at = self._place(plan.step_id)
-        step_id, dispatched_at, _, length = _HEADER.unpack_from(self._memory, at)
-        if step_id == plan.step_id:
-            _HEADER.pack_into(self._memory, at, step_id, dispatched_at, time.monotonic(), length)
+        if _STEP_ID.unpack_from(self._memory, at)[0] == plan.step_id:
+            _TIME.pack_into(self._memory, at + _READ_AT, time.monotonic())
         self._pulse.count_step()
 
     def _place(self, step_id: int) -> int:
@@ -157,6 +158,8 @@ def write_last_steps(pulse: Pulse, cause: str, args: Mapping[str, Any], number: 
         with os.fdopen(descriptor, "w") as file:
             file.write(content)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            path.unlink()  # a part of it says nothing, and takes room that others need
         log.warning("%s cannot be written: %s", path, error.strerror)
         return None
     return path

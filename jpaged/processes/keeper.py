@@ -4,8 +4,8 @@
     hangs (its pulse is silent) --kill--+--> start again --> this process's `AsyncLLMEngine`, other clients' channels
                                         '--> give up: too often within ten minutes
 
-A process that served starts again at once; one that ended before its first step, after a wait that doubles. On GPUs a
-spare process of each replica waits for this (`spare.py`).
+A process that does not serve long after its start hangs, too. One that served starts again at once; one that ended
+before its first step, after a wait that doubles. On GPUs a spare process of each replica waits for this (`spare.py`).
 """
 
 import asyncio
@@ -91,7 +91,8 @@ class EngineKeeper:
         self._on_replaced = on_replaced
         self._on_given_up = on_given_up
         self._limits = [RestartLimit(options.max_restarts) for _ in range(processes.num_replicas)]
-        self._hung: set[int] = set()
+        self._hung: dict[int, str] = {}  # what was wrong with it, by replica
+        self._down: set[int] = set()  # replicas whose process has ended, and no other has been started yet
         self._num_written = 0
         self._ended_at: dict[int, float] = {}
         self._started_at: dict[int, float] = {}
@@ -107,7 +108,14 @@ class EngineKeeper:
         for replica in range(self._processes.num_replicas):
             self._watch(replica)
             self._make_spare(replica)
+
+    def watch_start(self) -> None:
+        """Looks for processes that hang from here on, in their first start too: those are killed."""
         self._run(self._find_hung())
+
+    def why_hung(self, replica: int) -> str | None:
+        """What was wrong with a process that was killed since it hung; None: it was not."""
+        return self._hung.get(replica)
 
     def stop(self) -> None:
         """Lets the processes end as they will."""
@@ -152,6 +160,7 @@ class EngineKeeper:
 
         def ended() -> None:
             self._ended_at[replica] = time.monotonic()
+            self._down.add(replica)
             asyncio.get_running_loop().remove_reader(control)
             self._run(self._recover(replica))
 
@@ -159,15 +168,24 @@ class EngineKeeper:
 
     async def _find_hung(self) -> None:
         """Kills processes that hang."""
-        limit_s = self._options.step_timeout_s
+        step_s, start_s = self._options.step_timeout_s, self._options.start_timeout_s
         while True:
-            await asyncio.sleep(min(limit_s / 4, 1.0))
+            await asyncio.sleep(min(step_s / 4, start_s / 4, 1.0))
             for replica, pulse in enumerate(self._processes.pulses):
-                if replica not in self._hung | self._given_up.keys() and pulse.silence_s() > limit_s:
-                    self._hung.add(replica)
+                if replica in self._hung or replica in self._given_up or replica in self._down:
+                    continue
+                if pulse.silence_s() > step_s:
+                    what = f"did not finish a step within {step_s:g} s (--step-timeout) and was killed"
+                elif pulse.starting_s() > start_s:
+                    what = f"did not serve within {start_s:g} s of its start (--start-timeout) and was killed"
+                else:
+                    what = ""
+                if what:
+                    self._hung[replica] = what
                     self._processes.send_signal(replica, signal.SIGUSR1)  # it writes where it hangs, if it can
                     await asyncio.sleep(_TRACEBACK_S)
-                    self.kill(replica)
+                    if self._processes.pulses[replica] is pulse:  # else another process has taken its place
+                        self.kill(replica)
 
     async def _recover(self, replica: int) -> None:
         """Starts a process that has ended again, or gives it up."""
@@ -177,10 +195,8 @@ class EngineKeeper:
             return
         which = "The engine process" if processes.num_replicas == 1 else f"The engine process of replica {replica}"
         what = f"{which} {ended_how(code)}"
-        if replica in self._hung:
-            what = f"{which} did not finish a step within {self._options.step_timeout_s:g} s (--step-timeout) and"
-            what += " was killed"
-            self._hung.discard(replica)
+        if hung := self._hung.pop(replica, ""):
+            what = f"{which} {hung}"
         if words := self.last_words.pop(replica, ""):
             what = f"{which} has ended. {words.rstrip('.')}"
         path = await asyncio.to_thread(
@@ -206,6 +222,7 @@ class EngineKeeper:
 
     def _hand_over(self, replica: int, sockets: Sequence[socket.socket]) -> None:
         """A process was started again. sockets: to it, one for each client, this process's first."""
+        self._down.discard(replica)
         self._watch(replica)
         self._on_replaced(replica, sockets[0])
         for client, channel in self.channels.items():

@@ -1,6 +1,7 @@
 """A sign of life of an engine process, in memory that it shares with the process that started it.
 
-    float64 | beat | steps |        beat: `time.monotonic()` when its loop last came round; 0 before the process begins
+    float64 | beat | steps | serves |    beat: `time.monotonic()` when its loop last came round; 0 before it begins
+                                         serves: 1 once its loop has come round: its start is over
 
 The clock is the same in all processes of a machine. A loop that has nothing to do comes round once a second. While the
 process does what may take any time, such as its start, a thread beats instead: a busy process is told from one that is
@@ -12,8 +13,6 @@ import os
 import threading
 import time
 from typing import Self
-
-import numpy as np
 
 IDLE_BEAT_S = 1.0
 """An idle engine process comes round this often, and a resting one beats."""
@@ -30,7 +29,7 @@ class Pulse:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._cells = np.frombuffer(mmap.mmap(fd, PULSE_BYTES), np.float64, 2)
+        self._cells = memoryview(mmap.mmap(fd, PULSE_BYTES)).cast("d")
         self._made_at = time.monotonic()
         self._rests = threading.Event()
         self._thread: threading.Thread | None = None
@@ -44,8 +43,10 @@ class Pulse:
 
     def beat(self) -> None:
         """The loop comes round."""
-        self._rests.clear()
+        if self._rests.is_set():
+            self._rests.clear()
         self._cells[0] = time.monotonic()
+        self._cells[2] = 1.0
 
     def rest(self) -> None:
         """What comes before the next beat may take long: a thread beats until then."""
@@ -71,12 +72,16 @@ class Pulse:
     @property
     def beat_at(self) -> float:
         """When it last beat; 0 before the first time."""
-        return float(self._cells[0])
+        return self._cells[0]
 
     def silence_s(self) -> float:
         """Seconds since the last beat. Before the first: since `BEGIN_S` after this object was made, 0 until then."""
         now = time.monotonic()
         return now - self.beat_at if self.beat_at else max(0.0, now - self._made_at - BEGIN_S)
+
+    def starting_s(self) -> float:
+        """Seconds since this object was made, while the process has yet to serve; 0 from then on."""
+        return 0.0 if self._cells[2] else time.monotonic() - self._made_at
 
     def close(self) -> None:
         """Gives back the descriptor; the memory goes with the last process that has it."""

@@ -6,6 +6,10 @@
 
 The lines are JSON. A worker has two shards at most: one it works on and one to begin at once after it. It ends when its
 stdin does, so it does not outlive the coordinator. Which worker does which shard changes nothing in the output.
+
+A thread of the worker says now and then that its process runs. One that is stopped, or holds Python's lock for good,
+says nothing, is killed, and counts as one that has ended. So the coordinator never waits in a write: it sends what the
+pipe takes while it listens.
 """
 
 import contextlib
@@ -13,6 +17,7 @@ import json
 import logging
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -39,6 +44,15 @@ _MOST_FRUITLESS = 1
 """A worker is started again so often without having finished a shard."""
 
 _PROGRESS_PERIOD_S = 0.2
+
+_BEAT_S = 5.0
+"""A worker shows so often that it runs, whatever it does."""
+_SILENT_S = 300.0
+"""One that has shown nothing for so long is killed."""
+_BEGIN_S = 300.0
+"""The same before its first sign of life: Python starts and imports."""
+_LOOK_S = 1.0
+"""Silence is counted in such pieces: one that was spent stopped together with the worker (Ctrl-Z) counts once."""
 
 _PROGRAM = """
 from jpaged.scoring.workers import main
@@ -170,7 +184,7 @@ class WorkerProcess:
         self._number = number
         self._work = work
         self._environment = environment
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the streams, which another thread may close (`kill`)
         self._killed = False
         self._process = self._start()
 
@@ -225,7 +239,11 @@ class WorkerProcess:
             stdout=subprocess.PIPE,
             env=os.environ | self._environment,
         )
-        _send(process, {"options": self._work.options, "directory": str(self._work.directory)})
+        assert process.stdin is not None
+        os.set_blocking(process.stdin.fileno(), False)
+        start = {"options": self._work.options, "directory": str(self._work.directory), "beat_s": _BEAT_S}
+        self._unsent, self._unread, self._was_heard = bytearray(_line(start)), b"", False
+        self._write(process)
         return process
 
     def _start_again(self) -> bool:
@@ -245,25 +263,84 @@ class WorkerProcess:
                     stream.close()
 
     def _send(self, message: dict[str, Any]) -> None:
-        _send(self._process, message)
+        """Sends what the pipe takes now; `_read_line` sends the rest."""
+        with self._lock:
+            if not self._killed:
+                self._unsent += _line(message)
+                self._write(self._process)
+
+    def _write(self, process: "subprocess.Popen[bytes]") -> None:
+        assert process.stdin is not None
+        try:
+            del self._unsent[: os.write(process.stdin.fileno(), self._unsent)]
+        except BlockingIOError:  # the pipe is full
+            pass
+        except BrokenPipeError:  # it ended; `_receive` says so
+            self._unsent.clear()
 
     def _receive(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line.endswith(b"\n"):
-            code = self._process.wait()
-            how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            raise EngineDeadError(
-                f"Worker {self._number} {how} before its shards were done. Finished ones are kept; run the same again."
-            )
-        return json.loads(line)
+        """The next message that is more than a sign of life."""
+        while True:
+            line = self._read_line()
+            if not line:
+                code = self._process.wait()
+                raise self._ended(f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}")
+            self._was_heard = True
+            message: dict[str, Any] = json.loads(line)
+            if message:
+                return message
+
+    def _read_line(self) -> bytes:
+        """Empty when the worker has ended. Raises EngineDeadError, and kills it, if nothing comes for too long.
+
+        Sends meanwhile what is unsent. Only what comes is a sign of life: a pipe also takes what nobody reads.
+        """
+        silent_s = 0.0
+        while b"\n" not in self._unread:
+            data = self._exchange()
+            if data == b"":
+                return b""
+            if data is not None:
+                self._unread += data
+                continue
+            silent_s += _LOOK_S
+            if silent_s >= (_SILENT_S if self._was_heard else _BEGIN_S):
+                self._process.kill()
+                raise self._ended(f"gave no sign of life for {silent_s:g} s and was killed")
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
+    def _exchange(self) -> bytes | None:
+        """Reads what has come, after it has sent what the pipe takes. Empty at the stream's end; None if nothing came
+        for `_LOOK_S` with no room to send either.
+        """
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        while True:
+            with self._lock:
+                if self._killed:
+                    return b""
+                reader, writers = stdout.fileno(), [stdin.fileno()] if self._unsent else []
+            readable, writable, _ = select.select([reader], writers, [], _LOOK_S)
+            with self._lock:
+                if self._killed:
+                    return b""
+                if writable:
+                    self._write(self._process)
+                if readable:
+                    return os.read(reader, 1 << 16)
+            if not writable:
+                return None
+
+    def _ended(self, how: str) -> EngineDeadError:
+        return EngineDeadError(
+            f"Worker {self._number} {how} before its shards were done. Finished ones are kept; run the same again."
+        )
 
 
-def _send(process: "subprocess.Popen[bytes]", message: dict[str, Any]) -> None:
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it ended; `_receive` says so
-        process.stdin.write(json.dumps(message).encode() + b"\n")
-        process.stdin.flush()
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 def main(processor: Callable[[], type[ShardProcessor]]) -> int:
@@ -279,6 +356,7 @@ def main(processor: Callable[[], type[ShardProcessor]]) -> int:
     reporter = _Reporter(protocol)
     try:
         start = messages.get()
+        threading.Thread(target=reporter.beat, args=(start["beat_s"],), daemon=True).start()
         work = Work(processor(), start["options"], Path(start["directory"]))
         work.make().run(_shards(messages), reporter.done, reporter.progress)
     except JPagedError as error:
@@ -330,6 +408,13 @@ class _Reporter:
             self._rows = self._tokens = 0
             self._sent_at = time.monotonic()
         self.send({"progress": [rows, tokens]})
+
+    def beat(self, period_s: float) -> None:
+        """Shows from now on that the process runs."""
+        with contextlib.suppress(OSError):  # the coordinator has ended
+            while True:
+                self.send({})
+                time.sleep(period_s)
 
     def send(self, message: dict[str, Any]) -> None:
         with self._lock:

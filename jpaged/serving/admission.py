@@ -15,6 +15,7 @@ import hashlib
 import mmap
 import os
 from collections.abc import Sequence
+from functools import lru_cache
 from ipaddress import IPv6Address, ip_address
 
 import numpy as np
@@ -137,7 +138,12 @@ def client_of(request: Request, keys: Sequence[str]) -> bytes:
     """What a client is told by: the key that it sends where there are keys, else its address or IPv6 network."""
     if keys:
         return key_of(request.scope)
-    host = "" if request.client is None else request.client.host
+    return _owner_of("" if request.client is None else request.client.host)
+
+
+@lru_cache(4096)
+def _owner_of(host: str) -> bytes:
+    """What clients at an address are counted as."""
     try:
         address = ip_address(host.partition("%")[0])
     except ValueError:

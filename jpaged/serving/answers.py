@@ -271,6 +271,7 @@ class ChatAnswer(Answer):
     def __init__(self, request: ChatCompletionRequest, context: AnswerContext) -> None:
         super().__init__(request, context)
         self._top_logprobs = request.top_logprobs or 0
+        self._service_tier = msgspec.UNSET if request.service_tier is None else "default"
         self._reading = context.reading
         self._parsers: dict[int, TurnParser] = {}
 
@@ -294,6 +295,7 @@ class ChatAnswer(Answer):
             choices.append(choice)
         response = ChatResponse(self.request_id, self._created, self._model, choices, self._usage())
         response.prompt_logprobs = self._prompt_logprobs(output)
+        response.service_tier = self._service_tier
         if self._token_ids:
             response.prompt_token_ids = output.prompt_token_ids
         return _encode(response)
@@ -316,7 +318,7 @@ class ChatAnswer(Answer):
         return self._event(choice)
 
     def _chunk(self, choices: list[Any], usage: Usage | msgspec.UnsetType | None) -> ChatChunk:
-        chunk = ChatChunk(self.request_id, self._created, self._model, choices, usage)
+        chunk = ChatChunk(self.request_id, self._created, self._model, choices, usage, service_tier=self._service_tier)
         if self._token_ids and choices and choices[0].delta.role is not msgspec.UNSET:
             chunk.prompt_token_ids = self._prompts[0].prompt_token_ids
         return chunk
@@ -324,7 +326,7 @@ class ChatAnswer(Answer):
     def _read(self, reading: Reading, completion: CompletionOutput) -> tuple[ChatMessage, str | None]:
         """The message of a choice that is complete, and why it ended."""
         parser = reading.parser()
-        delta = parser.feed(completion.text, final=True)
+        delta = parser.feed(completion.text, final=True, cut=is_cut(completion))
         message = ChatMessage(delta.content)
         if delta.calls:
             message.content = delta.content or None
@@ -341,7 +343,8 @@ class ChatAnswer(Answer):
         parser = self._parsers.get(completion.index)
         if parser is None:
             parser = self._parsers[completion.index] = reading.parser()
-        news = parser.feed(completion.text, final=completion.finish_reason is not None)
+        ended = completion.finish_reason is not None
+        news = parser.feed(completion.text, final=ended, cut=ended and is_cut(completion))
         delta = ChatDelta()
         if news.reasoning and reading.shows_reasoning:
             delta.reasoning_content = delta.reasoning = news.reasoning
@@ -366,6 +369,11 @@ class ChatAnswer(Answer):
     def _top(self, token: int, logprob: Logprob) -> TopLogprob:
         data = b"" if self._tokenizer is None else self._tokenizer.token_bytes(token)
         return TopLogprob(self._token(token, logprob), logprob.logprob, list(data))
+
+
+def is_cut(completion: CompletionOutput) -> bool:
+    """Whether something else than the model ended a choice: max_tokens, a stop string, an abort."""
+    return completion.finish_reason != "stop" or isinstance(completion.stop_reason, str)
 
 
 def finish_reason_of(parser: TurnParser, completion: CompletionOutput) -> str | None:

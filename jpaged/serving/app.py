@@ -21,12 +21,13 @@ from jpaged.processes.request_log import RequestLog
 from jpaged.processes.traces import Traces
 from jpaged.serving.admission import Admission, ClientCounts
 from jpaged.serving.browsers import Hosts, Origins
+from jpaged.serving.dialects import messages
 from jpaged.serving.dialects.routes import dialect_routes
 from jpaged.serving.embedding_routes import embedding_routes
 from jpaged.serving.errors import ApiError
 from jpaged.serving.http import error_response
 from jpaged.serving.live import LiveView
-from jpaged.serving.middleware import ApiKeys, LastWords, RequestIds, RootPath
+from jpaged.serving.middleware import ApiKeys, LastWords, RequestIds, RootPath, is_anthropic
 from jpaged.serving.openai_routes import openai_routes
 from jpaged.serving.operational_routes import operational_routes
 from jpaged.serving.options import AppOptions
@@ -63,7 +64,7 @@ def build_app(engine: AsyncLLMEngine, options: AppOptions, clients: ClientCounts
             )
         )
     if options.api_keys:
-        middleware.append(Middleware(ApiKeys, keys=options.api_keys))
+        middleware.append(Middleware(ApiKeys, keys=options.api_keys, anthropic_body=messages.error_body))
     app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_error})
     app.state.live = live
     return app
@@ -72,4 +73,5 @@ def build_app(engine: AsyncLLMEngine, options: AppOptions, clients: ClientCounts
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}."
-    return error_response(ApiError(error.status_code, message, headers=error.headers))
+    answer = ApiError(error.status_code, message, headers=error.headers)
+    return error_response(answer, messages.error_body(answer) if is_anthropic(request.scope) else None)

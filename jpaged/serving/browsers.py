@@ -96,8 +96,15 @@ class Hosts:
 
 
 def check_json(request: Request) -> None:
-    """Raises ApiError unless the body is announced as JSON."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    """Raises ApiError unless the body is announced as JSON, and is not compressed."""
+    encoding = header_of(request.scope, b"content-encoding")
+    if encoding is not None and encoding.strip().lower() not in (b"", b"identity"):
+        message = f"Content-Encoding {_cut(encoding)} is not supported; send the body as it is."
+        raise ApiError(415, message, code="unsupported_content_encoding")
+    header = header_of(request.scope, b"content-type")
+    if header == b"application/json":
+        return  # nearly all
+    kind = (header or b"").decode("latin-1").partition(";")[0].strip().lower()
     if kind != "application/json":
         got = f"got {kind[:100]!r}" if kind else "there is none"
         raise ApiError(415, f"The header Content-Type must be application/json; {got}.", code="unsupported_media_type")

@@ -20,6 +20,13 @@ from jpaged.api.errors import (
     UnsupportedParameterError,
 )
 
+_FAILS_AGAIN = ("answer_failed", "engine_ended", "logits_not_finite")
+"""Codes of failures that the request itself brings about, as it would again."""
+_NO_RETRY = {"x-should-retry": "false"}
+"""Heeded by the clients of OpenAI and Anthropic, which try again after any status from 500 on."""
+_HALF_PAIR = re.compile(rb'\\u[dD][89abAB][0-9a-fA-F]{2}".{0,4}\Z', re.DOTALL)
+"""At the end of a body msgspec misses the other half of the pair, and calls the body truncated."""
+
 
 class ApiError(Exception):
     """An error that a client gets as its answer.
@@ -44,7 +51,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.kind = kind or ("server_error" if status >= 500 else "invalid_request_error")
-        self.headers = dict(headers or {})
+        self.headers = dict(headers or {}) | (_NO_RETRY if code in _FAILS_AGAIN else {})
 
     def body(self) -> bytes:
         """The JSON of the answer, and of an error event in a stream."""
@@ -93,7 +100,7 @@ def api_error(error: Exception, fields: Collection[str] = (), prompt_field: str 
     return ApiError(500, "The server met an internal error; its log says more.", code="internal_error")
 
 
-def decoding_error(error: Exception) -> ApiError:
+def decoding_error(error: Exception, body: bytes = b"") -> ApiError:
     """A body that is not JSON, or not that of the request."""
     if isinstance(error, RecursionError):
         return ApiError(400, "The body nests too deeply.", code="invalid_json")
@@ -101,6 +108,8 @@ def decoding_error(error: Exception) -> ApiError:
         return ApiError(400, f"The body is not UTF-8: {error.reason} at byte {error.start}.", code="invalid_json")
     message = str(error)
     if not isinstance(error, msgspec.ValidationError):
+        if "surrogate" in message or ("truncated" in message and _ends_in_half_pair(body)):
+            message = "a string holds a lone surrogate, which is no text; remove it"
         return ApiError(400, f"The body is not JSON: {message}.", code="invalid_json")
     what, _, where = message.partition(" - at `$")
     path = where.removesuffix("`").lstrip(".")
@@ -109,6 +118,17 @@ def decoding_error(error: Exception) -> ApiError:
         missing = re.search(r"missing required field `(\w+)`", what)
         return ApiError(400, f"{what}.", param=missing and missing[1], code="invalid_type")
     return ApiError(400, f"{path}: {what}.", param=found[0], code="invalid_type")
+
+
+def _ends_in_half_pair(body: bytes) -> bool:
+    """Whether one closes a string near the end of a body."""
+    found = _HALF_PAIR.search(body, max(0, len(body) - 12))
+    if found is None:
+        return False
+    num_backslashes = 1
+    while body[found.start() - num_backslashes : found.start() - num_backslashes + 1] == b"\\":
+        num_backslashes += 1
+    return num_backslashes % 2 == 1  # of an even number the last is escaped
 
 
 def _blamed_field(message: str, fields: Collection[str]) -> str | None:

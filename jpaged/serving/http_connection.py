@@ -4,6 +4,8 @@
     `--- timed ---------------'                            idle: --keep-alive-timeout
                 `--- counted -'   too slow: 408; too large: 431; no HTTP: 400; nothing at all: closed
 
+What stands between and behind the chunks of a body is counted likewise, from one piece of the body to the next.
+
 An answer waits while its client takes none of it (`--send-timeout`), and no more of it is written meanwhile; then the
 connection is cut, which aborts the request. When the server drains, it waits less long.
 
@@ -54,6 +56,7 @@ class HttpConnection(HttpToolsProtocol):
     _in_headers = False
     _header_bytes = 0
     _request_ended = False
+    _body_came = False
     _refusal: ApiError | None = None
     _unsent: asyncio.TimerHandle | None = None
     _unsent_bytes = 0
@@ -86,13 +89,13 @@ class HttpConnection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if self._deadline is None and not self._is_answering:
             self._arm()  # the next request of a connection that was kept
-        self._request_ended = False
+        self._request_ended = self._body_came = False
         try:
             self._feed(data)
         except httptools.HttpParserError:
             self._refuse(self._refusal or ApiError(400, "The request is not valid HTTP."))
             return
-        if self._in_headers and not self._request_ended:  # else: some of the data was another request's
+        if not self._request_ended and not self._body_came:  # else: some of it was another's, or a body
             self._header_bytes += len(data)
             if self._header_bytes > self.limits.max_header_bytes:
                 self._refuse(_too_large())
@@ -101,14 +104,27 @@ class HttpConnection(HttpToolsProtocol):
         self._in_headers, self._header_bytes = True, 0
         super().on_message_begin()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_headers:
+            super().on_header(name, value)  # else: it comes behind the body, where nobody reads it
+
+    def on_body(self, body: bytes) -> None:
+        self._body_came, self._header_bytes = True, 0
+        super().on_body(body)
+
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             return  # `_feed` reads it again
-        self._in_headers = False
+        self._in_headers, self._header_bytes = False, 0
         self._disarm()
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > self.limits.max_header_bytes:
             self._refusal = _too_large()
             raise self._refusal  # the parser makes it one of its own errors
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1 or (not num_hosts and self.parser.get_http_version() == "1.1"):
+            # RFC 9112, 3.2. With two Host headers, a proxy may have checked a different one than we use.
+            self._refusal = ApiError(400, f"The request has {num_hosts} Host headers; send one.")
+            raise self._refusal
         super().on_headers_complete()
         if self.parser.get_http_version() < "1.1":
             _end_with_connection(self.cycle)

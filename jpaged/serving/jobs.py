@@ -157,6 +157,9 @@ class JobMaker:
 
         is_long = bool(turn.tools) or (isinstance(params, SamplingParams) and params.structured_outputs is not None)
         constraint, applied_params = await self._engine.in_thread(applied) if is_long else applied()
+        if turn.calls == "required" and body.response_format is not None:  # there is no content that it could shape
+            with in_words_of(body):
+                await self._engine.process([0], params)
         try:
             with in_words_of(body, constraint):
                 return applied_params, await self._engine.process(tokens, applied_params)

@@ -27,6 +27,11 @@ _ENGINE_METRICS = {  # by field of EngineStats
         "counter",
         "Prompt tokens found there that were in host memory.",
     ),
+    "prefix_cache_state_misses": (
+        "prefix_cache_state_misses",
+        "counter",
+        "Prompt tokens that were there, but had no snapshot of states behind them.",
+    ),
     "num_steps": ("engine_steps", "counter", "Steps of the engine."),
     "num_guesses": (
         "constrained_guesses",

@@ -7,7 +7,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -50,7 +50,8 @@ class RequestIds:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                names = (b"x-request-id", b"request-id") if is_anthropic(scope) else (b"x-request-id",)
+                message["headers"] = [*message.get("headers", ()), *((name, request_id) for name in names)]
             await send(message)
 
         try:
@@ -105,10 +106,14 @@ class LastWords:
 
 
 class ApiKeys:
-    """ASGI middleware: refuses requests without one of the keys. Comparing takes the same time whatever is wrong."""
+    """ASGI middleware: refuses requests without one of the keys. Comparing takes the same time whatever is wrong.
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    anthropic_body: the JSON of an error as Anthropic's clients expect it.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], anthropic_body: Callable[[ApiError], bytes]) -> None:
         self._app = app
+        self._anthropic_body = anthropic_body
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -120,7 +125,8 @@ class ApiKeys:
                 kind="authentication_error",
                 headers={"www-authenticate": "Bearer"},
             )
-            await error_response(error)(scope, receive, send)
+            body = self._anthropic_body(error) if is_anthropic(scope) else None
+            await error_response(error, body)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -140,6 +146,11 @@ def path_of(scope: Scope) -> str:
     """The path of a request below the one that a proxy shows the server under."""
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     return path
+
+
+def is_anthropic(scope: Scope) -> bool:
+    """Whether a request is one of Anthropic's clients', which send their API's version."""
+    return path_of(scope).startswith("/v1/messages") or header_of(scope, b"anthropic-version") is not None
 
 
 def header_of(scope: Scope, name: bytes) -> bytes | None:

@@ -20,11 +20,12 @@ from jpaged.api.errors import InvalidPromptError, JPagedError
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.admission import Admission, client_of
 from jpaged.serving.browsers import check_json
+from jpaged.serving.dialects import messages
 from jpaged.serving.errors import ApiError, api_error, decoding_error
-from jpaged.serving.http import guarded, json_response, read_body, unless_disconnected
+from jpaged.serving.http import Handler, guarded, json_response, read_body, unless_disconnected
 from jpaged.serving.jobs import Job, JobMaker
 from jpaged.serving.json_size import SMALL_BYTES, check_size
-from jpaged.serving.middleware import trace_headers
+from jpaged.serving.middleware import is_anthropic, trace_headers
 from jpaged.serving.options import AppOptions, public_name
 from jpaged.serving.protocol import (
     ChatCompletionRequest,
@@ -49,11 +50,21 @@ def openai_routes(engine: AsyncLLMEngine, options: AppOptions, admission: Admiss
     return [
         Route("/v1/completions", guarded(server.completions), methods=["POST"]),
         Route("/v1/chat/completions", guarded(server.chat_completions), methods=["POST"]),
-        Route("/v1/models", guarded(server.models), methods=["GET"]),
-        Route("/v1/models/{model:path}", guarded(server.model), methods=["GET"]),
+        Route("/v1/models", _for_either(server.models), methods=["GET"]),
+        Route("/v1/models/{model:path}", _for_either(server.model), methods=["GET"]),
         Route("/tokenize", guarded(server.tokenize), methods=["POST"]),
         Route("/detokenize", guarded(server.detokenize), methods=["POST"]),
     ]
+
+
+def _for_either(handler: Handler) -> Handler:
+    """Guards a handler that Anthropic's clients call, too: they get errors in their form."""
+    plain, anthropic = guarded(handler), guarded(handler, messages.error_body)
+
+    async def endpoint(request: Request) -> Response:
+        return await (anthropic if is_anthropic(request.scope) else plain)(request)
+
+    return endpoint
 
 
 class _Handlers:
@@ -79,12 +90,13 @@ class _Handlers:
 
     async def models(self, request: Request) -> Response:
         cards = [await self._card(name) for name in self._options.served_model_names]
-        return json_response(ModelList(cards))
+        return json_response(messages.model_list(cards) if is_anthropic(request.scope) else ModelList(cards))
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
         self._jobs.check_model(name)
-        return json_response(await self._card(name))
+        card = await self._card(name)
+        return json_response(messages.model_info(card) if is_anthropic(request.scope) else card)
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._decode(request, self._tokenize)
@@ -178,4 +190,4 @@ def _parsed(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
         body.decode()  # msgspec passes over what stands in fields it does not know
         return decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-        raise decoding_error(error) from error
+        raise decoding_error(error, body) from error

@@ -29,7 +29,7 @@ Message = Annotated[
         description="One message of a conversation, as the model's chat template takes it.",
         extra_json_schema={
             "properties": {
-                "role": {"type": "string", "enum": ["system", "user", "assistant", "tool"]},
+                "role": {"type": "string", "enum": ["system", "developer", "user", "assistant", "tool"]},
                 "content": {"type": "string"},
                 "tool_calls": {"type": "array", "items": {"type": "object"}},
                 "tool_call_id": {"type": "string"},
@@ -165,6 +165,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: Integer | None = None
+    service_tier: str | None = None
 
     functions: Unsupported = None
     function_call: Unsupported = None
@@ -211,6 +212,7 @@ _ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "store": (False,),
+    "verbosity": ("medium",),
     "echo": (False,),
 }
 
@@ -297,6 +299,7 @@ class ChatLogprob(Struct):
 
 class ChatLogprobs(Struct):
     content: list[ChatLogprob]
+    refusal: None = None
 
 
 class CalledFunction(Struct):
@@ -336,7 +339,7 @@ class ChatChoice(Struct):
 
 
 class ChatResponse(Struct):
-    """The answer to a chat."""
+    """The answer to a chat. service_tier: if the request names one; there is only "default"."""
 
     id: str
     created: int
@@ -345,6 +348,7 @@ class ChatResponse(Struct):
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
+    service_tier: str | UnsetType = UNSET
     object: Literal["chat.completion"] = "chat.completion"
 
 
@@ -374,6 +378,7 @@ class ChatChunk(Struct):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | None = None
+    service_tier: str | UnsetType = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 

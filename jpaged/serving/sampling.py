@@ -94,8 +94,8 @@ def _sampling_of(
     if request.length_penalty not in (None, 1.0):
         raise ApiError(400, "length_penalty needs use_beam_search: true.", param="length_penalty")
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
-    given = vars(defaults) | fields | {"output_kind": kind}
-    return SamplingParams(**given)  # `replace` takes twice as long
+    fields["output_kind"] = kind
+    return defaults.changed(fields)
 
 
 def _beam_search(request: CompletionRequest | ChatCompletionRequest, fields: dict[str, Any]) -> BeamSearchParams:

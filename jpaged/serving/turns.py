@@ -21,6 +21,7 @@ from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import ChatCompletionRequest, TokenizeRequest
 from jpaged.text.grammars import grammar_expression
 from jpaged.text.tokenizer import Tokenizer, check_messages
+from jpaged.text.turns.arguments import JSON
 from jpaged.text.turns.declarations import ReasoningFormat, Tool, ToolFormat
 from jpaged.text.turns.formats import GENERIC, REASONING_FORMATS, TOOL_FORMATS, format_of
 from jpaged.text.turns.generic import without_tools
@@ -38,7 +39,8 @@ class Turn:
     """A chat's answer to be.
 
     Args:
-        messages: as the chat template takes them: arguments of calls are dictionaries.
+        messages: as the chat template takes them: arguments of calls are dictionaries, or strings where their JSON was
+            cut and the template writes them as JSON.
         template_tools: for the chat template; None without.
         variables: further ones for it.
         tools, calls: that may be called, and whether they must be. parallel: several at once.
@@ -132,7 +134,7 @@ class Reading:
     def parser(self) -> TurnParser:
         """What reads one choice."""
         turn = self.turn
-        return TurnParser(turn.tool_format, turn.tools, turn.reasoning, self.reasons)
+        return TurnParser(turn.tool_format, turn.tools, turn.reasoning, self.reasons, turn.calls == "required")
 
     def call_id(self) -> str:
         """An id for a call."""
@@ -154,13 +156,16 @@ def turn_of(
     """
     given = request.tools or []
     tools = _tools(given)
-    messages = [_message(f"messages[{i}]", message) for i, message in enumerate(request.messages or [])]
     template = _template(request, tokenizer, given)
+    messages = [_message(f"messages[{i}]", message) for i, message in enumerate(request.messages or [])]
+    if "developer" not in template:  # it would be lost, or refused
+        messages = [m | {"role": "system"} if m.get("role") == "developer" else m for m in messages]
     choice: str | Tool = "auto"
+    callable_tools = tools
     variables: dict[str, Any] = {}
     budget, parallel = None, True
     if isinstance(request, ChatCompletionRequest):
-        choice = _choice(request, tools)
+        choice, callable_tools = _choice(request, tools)
         variables = _effort(request, template)
         budget, parallel = _budget(request), request.parallel_tool_calls is not False
     reasoning = None
@@ -181,6 +186,8 @@ def turn_of(
         )
     form = next((form for form in TOOL_FORMATS if form.name == tool_parser), None)
     form = form or format_of(template, TOOL_FORMATS) or GENERIC
+    if form.arguments is not JSON:
+        messages = [_without_cut_arguments(message) for message in messages]
     may_call = bool(tools) and choice != "none"
     shown = given if may_call else []
     tells = bool(shown) or any(message.get("role") == "tool" or "tool_calls" in message for message in messages)
@@ -189,13 +196,13 @@ def turn_of(
         messages = without_tools(check_messages(messages), shown)
     else:
         template_tools = shown or None
-    if may_call and isinstance(choice, Tool):
-        tools, parallel = (choice,), False
+    if isinstance(choice, Tool):
+        callable_tools, parallel = (choice,), False
     return Turn(
         messages,
         template_tools,
         variables,
-        tools=tools if may_call else (),
+        tools=callable_tools if may_call else (),
         calls="auto" if choice in ("auto", "none") else "required",
         parallel=parallel,
         tool_format=form if may_call else None,
@@ -251,9 +258,11 @@ def _bad_tool(message: str) -> ApiError:
     return ApiError(400, message, param="tools")
 
 
-def _choice(request: ChatCompletionRequest, tools: Sequence[Tool]) -> str | Tool:
-    """The tool that must be called, or one of none, auto and required."""
+def _choice(request: ChatCompletionRequest, tools: tuple[Tool, ...]) -> tuple[str | Tool, tuple[Tool, ...]]:
+    """The tool that must be called, or one of none, auto and required; and the tools that may be."""
     choice = request.tool_choice
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice, tools = _allowed(choice.get("allowed_tools"), tools)
     if choice is None:
         choice = "auto"
     if isinstance(choice, str):
@@ -272,13 +281,11 @@ def _choice(request: ChatCompletionRequest, tools: Sequence[Tool]) -> str | Tool
         if choice.get("type") != "function" or not isinstance(name, str):
             raise ApiError(
                 400,
-                'tool_choice must be {"type": "function", "function": {"name": ...}}; other forms are not supported.',
+                'tool_choice must be {"type": "function", "function": {"name": ...}} or of type "allowed_tools"; other'
+                " forms are not supported.",
                 param="tool_choice",
             )
-        named = next((tool for tool in tools if tool.name == name), None)
-        if named is None:
-            raise ApiError(400, f"tool_choice names {name[:80]!r}, which is none of the tools.", param="tool_choice")
-        found = named
+        found = _named(name, tools)
     if tools and found != "none":
         for name in ("use_beam_search", "ignore_eos"):
             if getattr(request, name):
@@ -286,8 +293,39 @@ def _choice(request: ChatCompletionRequest, tools: Sequence[Tool]) -> str | Tool
     constraint = constraint_of(request)
     if found not in ("none", "auto") and constraint is not None:
         name = constraint.field.partition(".")[0]
-        raise ApiError(400, f"{name} has no effect where tool_choice requires a call; leave it out.", param=name)
-    return found
+        if name != "response_format":  # OpenAI's, which is for content, if there is any
+            raise ApiError(400, f"{name} has no effect where tool_choice requires a call; leave it out.", param=name)
+    return found, tools
+
+
+def _named(name: str, tools: Sequence[Tool]) -> Tool:
+    named = next((tool for tool in tools if tool.name == name), None)
+    if named is None:
+        raise ApiError(400, f"tool_choice names {name[:80]!r}, which is none of the tools.", param="tool_choice")
+    return named
+
+
+def _allowed(given: Any, tools: Sequence[Tool]) -> tuple[str, tuple[Tool, ...]]:
+    """The mode, and the tools that may be called, of those that the model is told of."""
+    mode, listed = (given.get("mode"), given.get("tools")) if isinstance(given, Mapping) else (None, None)
+    listed = listed if isinstance(listed, list) else []
+    for i, one in enumerate(listed):
+        function = one.get("function") if isinstance(one, Mapping) and one.get("type") == "function" else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ApiError(
+                400,
+                f'tool_choice.allowed_tools.tools[{i}] must be {{"type": "function", "function": {{"name": ...}}}}.',
+                param="tool_choice",
+            )
+    if mode not in ("auto", "required") or not listed:
+        raise ApiError(
+            400,
+            'tool_choice.allowed_tools must be {"mode": "auto" or "required", "tools": [{"type": "function",'
+            ' "function": {"name": ...}}, ...]}.',
+            param="tool_choice",
+        )
+    allowed = {one["function"]["name"]: _named(one["function"]["name"], tools) for one in listed}
+    return mode, tuple(allowed.values())
 
 
 def _effort(request: ChatCompletionRequest, template: str) -> dict[str, Any]:
@@ -305,7 +343,7 @@ def _effort(request: ChatCompletionRequest, template: str) -> dict[str, Any]:
     variables: dict[str, Any] = {name: effort != "none" for name in _SWITCHES if name in template}
     if "reasoning_effort" in template:
         variables["reasoning_effort"] = effort
-    if not variables:
+    if not variables and effort != "medium":  # which clients send unasked, as it is the API's default
         raise ApiError(
             400,
             "reasoning_effort has no effect: the model's chat template has no such variable. Leave it out.",
@@ -326,10 +364,15 @@ def _budget(request: ChatCompletionRequest) -> int | None:
 
 
 def _message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose calls have their arguments as dictionaries, which is what chat templates want."""
+    """A message whose calls have their arguments as dictionaries, which is what chat templates want. Those that are no
+    JSON stay strings.
+    """
     calls = message.get("tool_calls")
     if calls is None or calls == []:
-        return {key: value for key, value in message.items() if key != "tool_calls"}
+        said = {key: value for key, value in message.items() if key != "tool_calls"}
+        if said.get("role") == "assistant" and said.get("content") is None:  # a refusal, or nothing but reasoning
+            said["content"] = said.get("refusal") or ""
+        return said
     if not isinstance(calls, list):
         raise InvalidPromptError(f"{where}.tool_calls must be a list.")
     return {**message, "tool_calls": [_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(calls)]}
@@ -343,11 +386,23 @@ def _call(where: str, call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            raise InvalidPromptError(f"{where}.function.arguments is no JSON: {error}.") from None
+        except RecursionError:
+            raise InvalidPromptError(f"{where}.function.arguments nests too deeply.") from None
+        except ValueError:  # max_tokens has cut it; the conversation shall go on
+            return dict(call)
     if not isinstance(arguments, Mapping):
         raise InvalidPromptError(f"{where}.function.arguments must be a JSON object.")
     return {**call, "function": {**function, "arguments": dict(arguments)}}
+
+
+def _without_cut_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """A message for a template that writes arguments one by one, and has no form for those that are no JSON."""
+    if "tool_calls" not in message:
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    functions = [one | {"arguments": {}} if isinstance(one["arguments"], str) else one for one in functions]
+    calls = [call | {"function": one} for call, one in zip(message["tool_calls"], functions, strict=True)]
+    return message | {"tool_calls": calls}
 
 
 def named_tool(error: InvalidParameterError, where: str) -> InvalidParameterError:

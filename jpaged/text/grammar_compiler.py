@@ -157,8 +157,8 @@ class GrammarCompiler:
         with self._start_lock:
             self._is_closed = True
             if self._process is not None:
-                self._process.end()
                 self._process.is_alive = False
+                self._process.end()
 
     def _make_mask(self, guide: Guide, before: np.ndarray | None) -> "np.ndarray | str":
         """The mask of a guide, which takes up its tokens in other processes if its own have ended."""

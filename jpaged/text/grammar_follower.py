@@ -66,7 +66,7 @@ class Follower:
 
     def __init__(self, compiler: Follows) -> None:
         self._compiler = compiler
-        self._processes: weakref.WeakSet[Processes] = weakref.WeakSet()
+        self._processes: list[weakref.ref[Processes]] = []
         self._answers: deque[Answer] = deque()
         self._late: queue.SimpleQueue[Answer | BaseException] = queue.SimpleQueue()
         self._to_revive: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
@@ -75,14 +75,22 @@ class Follower:
         self._woken, self._wakes = socket.socketpair()
         self._wakes.setblocking(False)
         self.wake = partial(_wake, self._wakes)
+        self._polled: tuple[list[int], list[bool]] | None = None
+        self._poller = select.poll()
+        self._by_fd: dict[int, Shard] = {}
         weakref.finalize(self, self._to_revive.put, None)
 
     def put(self, job: Any) -> None:
         """Hands over a job."""
         by_shard: dict[Shard, list[int]] = {}
         ended: list[int] = []
+        are_known: dict[Processes, bool] = {}
         for i, guide in enumerate(job.guides):
-            if self._compiler.knows(guide):
+            process = guide.grammar.process
+            is_known = are_known.get(process)
+            if is_known is None:
+                is_known = are_known[process] = self._compiler.knows(guide)
+            if is_known:
                 by_shard.setdefault(guide.shard, []).append(i)
             else:
                 ended.append(i)
@@ -102,8 +110,6 @@ class Follower:
 
     def take_all(self, waits: bool = False) -> list[Answer]:
         """What has come. Raises what following the grammars raised. waits: for something."""
-        with suppress(BlockingIOError):
-            self._woken.recv(4096, socket.MSG_DONTWAIT)
         while True:
             self._pump()
             answers = list(self._answers)
@@ -124,25 +130,39 @@ class Follower:
             self._to_revive.put(None)
 
     def _wait(self, seconds: float) -> bool:
-        if self._answers or not self._late.empty():
+        if self._answers or not self._late.empty() or not all(one.is_alive for one in self._known()):
             return True
-        poll = select.poll()
-        poll.register(self._woken, select.POLLIN)
-        for processes in self._processes:
-            for shard in processes.shards:
-                if shard.is_awaited and not shard.register(poll):
-                    return True
-        return bool(poll.poll(1e3 * seconds))
+        return bool(self._poll().poll(1e3 * seconds))
+
+    def _known(self) -> list[Processes]:
+        """The processes that it has asked, and that somebody still has."""
+        return [processes for one in self._processes if (processes := one()) is not None]
+
+    def _poll(self) -> select.poll:
+        """Polls all sockets: one object for as long as they are the same ones, since to make one takes longer than to
+        ask it.
+        """
+        known = self._known()
+        shards = [shard for processes in known for shard in processes.shards]
+        polled = [processes.serial for processes in known], [shard.has_unsent for shard in shards]
+        if polled != self._polled:
+            self._polled, self._poller = polled, select.poll()
+            self._poller.register(self._woken, select.POLLIN)
+            self._by_fd = {shard.sock.fileno(): shard for shard in shards if shard.register(self._poller)}
+        return self._poller
 
     def _pump(self) -> None:
-        for processes in list(self._processes):
+        for fd, _ in self._poll().poll(0):
+            shard = self._by_fd.get(fd)
+            if shard is not None:
+                shard.pump()
+            else:
+                with suppress(BlockingIOError):
+                    self._woken.recv(4096, socket.MSG_DONTWAIT)
+        for processes in [one for one in self._known() if not one.is_alive]:
+            self._processes = [weakref.ref(one) for one in self._known() if one is not processes]
             for shard in processes.shards:
-                if shard.is_awaited:
-                    shard.pump()
-            if not processes.is_alive:
-                self._processes.discard(processes)
-                for shard in processes.shards:
-                    shard.fail()
+                shard.fail()
 
     def _ask(self, shard: Shard, part: Part) -> None:
         answers = self._answers
@@ -169,7 +189,9 @@ class Follower:
             return message is None or not waiting
 
         processes = part.guides[0].grammar.process
-        self._processes.add(processes)
+        known = self._known()
+        if processes not in known:
+            self._processes = [weakref.ref(one) for one in (*known, processes)]
         shard.ask(follow_message(part.guides, part.tokens, part.guessed, part.last), answer)
 
     def _revive(self, part: Part) -> None:

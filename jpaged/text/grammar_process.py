@@ -6,6 +6,7 @@
                       Resume: a guide and many of its tokens  -->  Followed
                       MakeMasks: guides                       -->  Made, as many as it takes for all
     each other FD     Compile: a constraint                   -->  Compiled
+    any of them                                                    Failed, before it ends by an error
     the very first    Start: the tokenizer                    -->  what is wrong with it; empty if nothing is
 
 Each FD is a socket (`frames.py`, msgpack). A shard has FDS of them. The process that is started is the first shard: it
@@ -23,8 +24,11 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -34,14 +38,16 @@ from jpaged.api.errors import InvalidParameterError
 from jpaged.api.structured_outputs import FEW_TOKENS, StructuredOutputsParams
 from jpaged.text.frames import read_frame, write_frame
 from jpaged.text.grammar_check import STACK_BYTES
-from jpaged.text.grammars import GrammarTokenizer, grammar_text
-from jpaged.text.guides import FollowedGrammar, Guide, Vocabulary, few_tokens
+from jpaged.text.grammars import GrammarTokenizer, grammar_text, refusal
+from jpaged.text.guides import FollowedGrammar, Guide, Vocabulary, count_tokens, few_tokens
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 _PORTION_S = 0.001
 """Masks are sent when so much time has been spent on them: those of other sequences need not wait for slow ones."""
+_MOST_TOKENS = 64
+"""Of a guide in one message; a state of `Followed` is a byte."""
 _COMPILER_STACK_BYTES = 4 * STACK_BYTES
 """Of virtual memory; what the checking process could compile can be compiled here."""
 
@@ -62,7 +68,7 @@ class Compile(msgspec.Struct, array_like=True, tag=True):
     forgotten: list[int]
 
 
-class Compiled(msgspec.Struct, array_like=True):
+class Compiled(msgspec.Struct, array_like=True, tag=True):
     """error: why there is no grammar, or empty. forced, mask: as of `CompiledGrammar`; the mask as bytes. seconds: that
     it took.
     """
@@ -134,10 +140,46 @@ class Place(NamedTuple):
         return self.needs_mask and not self.failure
 
 
-class Followed(msgspec.Struct, array_like=True, tag=True):
-    """A place for each guide."""
+_PLACES = [Place((), *state) for state in product((True, False), range(_MOST_TOKENS), (True, False))]
+_STATES = {place[1:4]: i for i, place in enumerate(_PLACES)}
+"""Places without forced tokens and failures, and where they stand there: by needs_mask, num_refused and is_refused."""
 
-    places: list[Place]
+
+class Followed(msgspec.Struct, array_like=True, tag=True):
+    """A place for each guide, in few bytes, since the engine's thread reads them: most places have neither forced
+    tokens nor a failure.
+
+    states: for each guide a byte, an index of `_PLACES`. forced, failures: of those that have any, by guide.
+    """
+
+    states: bytes
+    forced: dict[int, tuple[int, ...]] = {}
+    failures: dict[int, str] = {}
+
+    @classmethod
+    def of(cls, places: list[Place]) -> "Followed":
+        """Packs places."""
+        return cls(
+            bytes(_STATES[place[1:4]] for place in places),
+            {i: place.forced for i, place in enumerate(places) if place.forced},
+            {i: place.failure for i, place in enumerate(places) if place.failure},
+        )
+
+    @property
+    def places(self) -> list[Place]:
+        """The places, unpacked, in the guides' order."""
+        places = [_PLACES[state] for state in self.states]
+        for i, forced in self.forced.items():
+            places[i] = places[i]._replace(forced=forced)
+        for i, failure in self.failures.items():
+            places[i] = places[i]._replace(failure=failure)
+        return places
+
+
+class Failed(msgspec.Struct, array_like=True, tag=True):
+    """The last message of a shard that ends by an error. traceback: of it."""
+
+    traceback: str
 
 
 class MakeMasks(msgspec.Struct, array_like=True, tag=True):
@@ -187,6 +229,12 @@ class GrammarServer:
         self._vocabulary = Vocabulary.of(message.vocab_size, message.eos_token_ids, self._num_words)
         return ""
 
+    def forked(self) -> "GrammarServer":
+        """Another one with the same tokenizer, which knows no grammar."""
+        other = GrammarServer(self._num_words)
+        other._tokenizer, other._vocabulary = self._tokenizer, self._vocabulary
+        return other
+
     def compile(self, message: Compile) -> Compiled:
         """Compiles a constraint, which is known by its number from then on."""
         self._forget(message.forgotten)
@@ -201,7 +249,7 @@ class GrammarServer:
         seconds = time.perf_counter() - begun
         mask = np.zeros((self._num_words,), np.uint32)
         if wrong := grammar.first_mask(mask):
-            return Compiled(f"structured_outputs.{kind} cannot be used: {wrong}", is_refused=True)
+            return Compiled(refusal(message.params, wrong), is_refused=True)
         self._grammars[message.number] = grammar
         return Compiled("", False, grammar.forced, mask.tobytes(), seconds)
 
@@ -212,7 +260,7 @@ class GrammarServer:
         tokens = np.frombuffer(message.tokens, np.int32).reshape(len(guides), -1).tolist()
         every = zip(guides, tokens, message.guessed, message.last, strict=True)
         places = [_followed(*one) for one in every]
-        return Followed(places), [guide for guide, place in zip(guides, places, strict=True) if place.waits]
+        return Followed.of(places), [guide for guide, place in zip(guides, places, strict=True) if place.waits]
 
     def resume(self, message: Resume) -> Followed:
         """Moves a guide past its tokens; as `follow`. It fails at the first token that may not follow."""
@@ -225,8 +273,8 @@ class GrammarServer:
             elif guide.matcher.consume_token(token):
                 forced = deque(guide.take_forced())
         if message.guesses:
-            return Followed([_followed(guide, message.guesses, True, message.last)])
-        return Followed([_place(guide, forced)])
+            return Followed.of([_followed(guide, message.guesses, True, message.last)])
+        return Followed.of([_place(guide, forced)])
 
     def guides_of(self, message: MakeMasks) -> list[Guide]:
         """The guides whose masks are asked for."""
@@ -243,11 +291,12 @@ class GrammarServer:
                 guide.make_mask(mask)
                 if time.perf_counter() - begun > _PORTION_S:
                     break
-            yield self._made(guides[done : done + len(some)], np.stack(some))
+            masks = np.stack(some) if len(some) > 1 else some[0][np.newaxis]
+            yield self._made(guides[done : done + len(some)], masks)
             done += len(some)
 
     def _made(self, guides: list[Guide], masks: np.ndarray) -> Made:
-        counts = np.bitwise_count(masks).sum(axis=1, dtype=np.int64)
+        counts = count_tokens(masks)
         for guide, count in zip(guides, counts.tolist(), strict=True):
             guide.heed_mask(count)
         few = few_tokens(masks, counts, FEW_TOKENS)
@@ -296,7 +345,8 @@ def _failure(guide: Guide) -> str:
     return guide.matcher.get_error().partition("\n")[0] if guide.matcher.is_error() else ""
 
 
-def _answers(server: GrammarServer, message: object) -> Iterator[object]:
+def answers_to(server: GrammarServer, message: object) -> Iterator[object]:
+    """What a shard answers to a message."""
     if isinstance(message, Follow):
         followed, waiting = server.follow(message)
         yield followed
@@ -310,14 +360,19 @@ def _answers(server: GrammarServer, message: object) -> Iterator[object]:
 
 
 def _serve_or_end(server: GrammarServer, sock: socket.socket) -> None:
-    """Answers until the other end is closed, which ends the process."""
+    """Answers until the other end is closed, or something is raised: either ends the process."""
     decoder, encode = msgspec.msgpack.Decoder(Compile | Follow | Resume | MakeMasks), msgspec.msgpack.encode
+    status = 0
     try:
         while (frame := read_frame(sock)) is not None:
-            for answer in _answers(server, decoder.decode(frame)):
+            for answer in answers_to(server, decoder.decode(frame)):
                 write_frame(sock, encode(answer))
+    except BaseException:  # a panic of the library is no Exception
+        status = 1
+        with suppress(OSError):  # its parent has ended
+            write_frame(sock, encode(Failed(traceback.format_exc())))
     finally:
-        os._exit(0)
+        os._exit(status)
 
 
 def _forked(shards: list[list[int]]) -> list[int]:
@@ -349,7 +404,11 @@ def main() -> None:
     started = read_frame(first)
     if started is None:
         return
-    wrong = server.start(msgspec.msgpack.decode(started, type=Start))
+    try:
+        wrong = server.start(msgspec.msgpack.decode(started, type=Start))
+    except BaseException:
+        write_frame(first, msgspec.msgpack.encode(Failed(traceback.format_exc())))
+        raise
     write_frame(first, msgspec.msgpack.encode(wrong))
     first.close()
     if wrong:

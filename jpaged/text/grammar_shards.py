@@ -10,6 +10,7 @@ a shard reads: what a socket does not take at once is sent by a later `pump`. So
 other.
 """
 
+import logging
 import os
 import select
 import socket
@@ -29,14 +30,18 @@ import numpy as np
 from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.text import grammar_process
 from jpaged.text.frames import framed, read_frame, write_frame
-from jpaged.text.grammar_process import Compile, Compiled, Followed, Made, Place, Start
+from jpaged.text.grammar_process import Compile, Compiled, Failed, Followed, Made, Place, Start
 from jpaged.text.helper_process import start_helper
 
 NUM_COMPILERS = 6
 """Threads that compile at a time: four for new constraints, one that takes sequences up, and the engine's."""
+_READ_BYTES = 1 << 18
+_serials = count()
 _LENGTH = struct.Struct("<I")
-_decode = msgspec.msgpack.Decoder(Followed | Made).decode
+_decode = msgspec.msgpack.Decoder(Followed | Made | Failed).decode
 _encode = msgspec.msgpack.encode
+
+log = logging.getLogger("jpaged.engine")
 
 ENDED = Place(failure="the process that follows grammars has ended")
 
@@ -59,13 +64,14 @@ class Shard:
         self.forgotten: deque[int] = deque()
         self.num_live = 0
         self._unsent = bytearray()
+        self._space = memoryview(bytearray(_READ_BYTES))
         self._buffer = bytearray()
         self._expected: deque[Answer] = deque()
 
     @property
-    def is_awaited(self) -> bool:
-        """Whether answers are on their way."""
-        return bool(self._expected)
+    def has_unsent(self) -> bool:
+        """Whether the socket is to take more."""
+        return bool(self._unsent)
 
     def ask(self, message: object, answer: Answer) -> None:
         """Sends a message, and says what is to be done with its answers."""
@@ -78,16 +84,14 @@ class Shard:
         """Sends what is left to send, and takes answers that have come."""
         with self.lock:
             self._send()
-            if not self._expected:
-                return
             try:
-                part = self.sock.recv(1 << 18, socket.MSG_DONTWAIT)
+                size = self.sock.recv_into(self._space, 0, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
             except OSError:
-                part = b""
-            if part:
-                self._buffer += part
+                size = 0
+            if size:
+                self._buffer += self._space[:size]
                 self._take_frames()
             else:
                 self.fail()
@@ -115,7 +119,7 @@ class Shard:
         """The process has ended: no answer will come."""
         processes = self._processes()
         if processes is not None:
-            processes.is_alive = False
+            processes.ended()
         with self.lock:
             expected, self._expected = self._expected, deque()
             self._unsent.clear()
@@ -126,13 +130,16 @@ class Shard:
         return len(self._buffer) >= 4 and len(self._buffer) >= 4 + _LENGTH.unpack_from(self._buffer)[0]
 
     def _take_frames(self) -> None:
-        while self._expected and self._has_frame():
+        while self._has_frame():
             end = 4 + _LENGTH.unpack_from(self._buffer)[0]
             message = _decode(memoryview(self._buffer)[4:end])
             del self._buffer[:end]
-            answer = self._expected.popleft()
-            if not answer(message):
-                self._expected.appendleft(answer)
+            if isinstance(message, Failed):
+                log_failure(message)
+            elif self._expected:  # else it failed, and nobody waits any more
+                answer = self._expected.popleft()
+                if not answer(message):
+                    self._expected.appendleft(answer)
 
 
 class Processes:
@@ -143,7 +150,7 @@ class Processes:
 
     Attributes:
         compilers: sockets on which constraints are compiled, and their shards; a thread has one at a time.
-        pid: of the first shard.
+        pid: of the first shard. serial: tells these processes from all others.
     """
 
     def __init__(self, num_shards: int, num_words: int) -> None:
@@ -157,6 +164,7 @@ class Processes:
         self.pid = process.pid
         self.is_alive = True
         self.numbers = count()
+        self.serial = next(_serials)
         self.shards = [Shard(self, ours[i * of_shard]) for i in range(num_shards)]
         self.compilers = deque(
             (shard, ours[i * of_shard + k]) for k in range(1, of_shard) for i, shard in enumerate(self.shards)
@@ -197,9 +205,25 @@ class Processes:
         except OSError:
             frame = None
         if frame is None:
-            self.is_alive = False
+            self.ended()
             return None
-        return msgspec.msgpack.decode(frame, type=answer)
+        message = msgspec.msgpack.decode(frame, type=answer | Failed)
+        if isinstance(message, Failed):
+            log_failure(message)
+            self.ended()
+            return None
+        return message
+
+    def ended(self) -> None:
+        """One of them has ended. The log says so once."""
+        if self.is_alive:
+            self.is_alive = False
+            log.warning("The processes that follow grammars have ended; others take up their sequences.")
+
+
+def log_failure(failed: Failed) -> None:
+    """Says why a process ends."""
+    log.error("A process that follows grammars has failed:\n%s", failed.traceback)
 
 
 def changed(mask: "np.ndarray | str", before: np.ndarray | None) -> "np.ndarray | str":

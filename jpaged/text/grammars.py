@@ -34,6 +34,12 @@ _START_S = 60.0
 _MOST_VERDICTS = 4096
 _WHITESPACE = r" |\n {0,24}|\n\t{0,8}"
 """What may stand between JSON's tokens."""
+_MOST_SHOWN = 200
+_BAD_REGEX = re.compile(r'invalid regex (".*") \(in regex\): (.*)', re.DOTALL)
+_OUR_LINES = re.compile(r"\n *\d+ \| .*", re.DOTALL)
+"""What llguidance shows of a grammar, of which a user may have written a regex only."""
+_NO_TEXT = "NoExtensionBias"
+"""What it says of a grammar whose start leads nowhere."""
 _TOKENIZER_FILE, _TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 
 
@@ -136,6 +142,23 @@ def grammar_expression(params: StructuredOutputsParams) -> str:
     return f"%lark {{\n{_as_lark(str(params.grammar))}\n}}"
 
 
+def refusal(params: StructuredOutputsParams, wrong: str) -> str:
+    """Why a constraint cannot be used, given what llguidance says of its grammar. Of a bad regex that is the regex and
+    what is wrong with it: the grammar around it may be ours.
+    """
+    found = _BAD_REGEX.search(wrong)
+    if found is not None:
+        regex = json.dumps(params.regex, ensure_ascii=False) if params.kind == "regex" else found[1]
+        if len(regex) > _MOST_SHOWN:
+            regex = regex[:_MOST_SHOWN] + '..."'
+        reason = _OUR_LINES.sub("", found[2]).rpartition("\nerror: ")[2].strip()
+        wrong = f"the regex {regex} is not valid: {reason}"
+    wrong = wrong.partition("\n<state>")[0]  # the parser's insides, and the grammar again
+    if wrong == _NO_TEXT:
+        wrong = "no text fits it."
+    return f"structured_outputs.{params.kind} cannot be used: {wrong}"
+
+
 def _json_options(params: StructuredOutputsParams) -> Any:
     if params.disable_any_whitespace:
         return {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -213,7 +236,7 @@ class GrammarCheck:
                 while len(self._verdicts) > _MOST_VERDICTS:
                     self._verdicts.popitem(last=False)
         if verdict:
-            raise InvalidParameterError(f"structured_outputs.{params.kind} cannot be used: {verdict}")
+            raise InvalidParameterError(refusal(params, verdict))
 
     def _start_one(self) -> None:
         with self._starting:

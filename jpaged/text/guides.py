@@ -172,6 +172,11 @@ class FollowedGrammar:
         return self._matcher.deep_copy()
 
 
+def count_tokens(masks: np.ndarray) -> np.ndarray:
+    """How many tokens each mask allows: int64 [n]. masks: uint32 [n, words]."""
+    return np.bitwise_count(_in_long_words(masks)).sum(axis=1, dtype=np.uint32).astype(np.int64)
+
+
 def few_tokens(masks: np.ndarray, counts: np.ndarray, most: int) -> list[list[int] | None]:
     """The tokens of each mask that allows at most so many; None for the others.
 
@@ -181,12 +186,20 @@ def few_tokens(masks: np.ndarray, counts: np.ndarray, most: int) -> list[list[in
     rows = np.flatnonzero(counts <= most)
     if not len(rows):
         return found
-    of_row, words = np.nonzero(masks[rows] != 0)
-    bits = masks[rows[of_row], words][:, np.newaxis] >> np.arange(32, dtype=np.uint32) & 1
-    which, bit = np.nonzero(bits)
-    tokens = (words[which] * 32 + bit).tolist()
+    words = _in_long_words(masks)
+    bits_of_row = 8 * words.itemsize * words.shape[1]
+    some = words[rows].reshape(-1)
+    places = np.flatnonzero(some != 0)  # of one axis: several times as fast as of two
+    bits = np.flatnonzero(np.unpackbits(some[places].view(np.uint8), bitorder="little"))
+    which, bit = np.divmod(bits, 8 * words.itemsize)
+    tokens = ((places[which] * (8 * words.itemsize) + bit) % bits_of_row).tolist()
     start = 0
     for row, count in zip(rows.tolist(), counts[rows].tolist(), strict=True):
         found[row] = tokens[start : start + count]
         start += count
     return found
+
+
+def _in_long_words(masks: np.ndarray) -> np.ndarray:
+    """The same bits in words of 64, if they are so many: half as many to go through."""
+    return masks.view(np.uint64) if masks.shape[1] % 2 == 0 else masks

@@ -421,11 +421,13 @@ def _text_of_part(where: str, part: Any) -> str:
         return part
     if not isinstance(part, Mapping) or "type" not in part:
         raise InvalidPromptError(f'{where} must be {{"type": "text", "text": ...}}, got {shown(part)}.')
-    if part["type"] != "text":
-        raise InvalidPromptError(f'{where}["type"] is {shown(part["type"])}; only "text" is supported.')
-    if not isinstance(part.get("text"), str):
-        raise InvalidPromptError(f'{where}["text"] must be a string, got {shown(part.get("text"))}.')
-    return part["text"]
+    kind = part["type"]
+    if kind not in ("text", "refusal"):  # a refusal is what an assistant said
+        raise InvalidPromptError(f'{where}["type"] is {shown(kind)}; only "text" is supported.')
+    if not isinstance(part.get(kind), str):
+        raise InvalidPromptError(f'{where}["{kind}"] must be a string, got {shown(part.get(kind))}.')
+    text: str = part[kind]
+    return text
 
 
 def _check_tokenizer_files(directory: Path) -> None:

@@ -123,6 +123,9 @@ def test_contiguous_cases_count_and_compute_what_those_over_block_tables_do(monk
     assert sorted(stretches.tolist()) == [0, 1]
     by_table, (_, pool, [table], _, *starts), calls, same_work = attention.attention_case(lens, counts, setting, "xla")
     assert (calls, work) == (1, same_work)
+    _, (_, _, [counting], *_), _, in_a_row = attention.attention_case(lens, counts, setting, "xla", is_contiguous=True)
+    assert counting.tolist() == [[1, 2, 3, 4, 5], [6, 7, 8, 0, 0]]
+    assert in_a_row == work
     for row, length in enumerate(lens):
         for position in range(length):
             entry = int(stretches[row]) * 20 + position
@@ -153,9 +156,9 @@ def test_contiguous_cases_stand_beside_those_over_block_tables_whatever_the_back
     names = {case.name: case for case in cases}
     assert len(names) == len(cases), "a name is that of one case"
     beside = [name for name in names if name.endswith(", contiguous")]
-    assert len(beside) == 6
+    assert len(beside) == 12
     for name in beside:
-        assert names[name].of_the_card
+        assert names[name].of_the_card == name.startswith("cuDNN")
         assert names[name].unit == names[name.removeprefix("cuDNN ").removesuffix(", contiguous")].unit
 
 

@@ -40,6 +40,7 @@ def test_cases_are_chosen_by_parts_of_their_names(run):
     report = run(lambda name: 1e-6, "--only", "two", "--only", "pre")
     assert names(report) == ["decode two", "prefill"]
     assert report["settings"]["complete"]
+    assert names(run(lambda name: 1e-6, "--only", "=decode one", "--only", "=pre")) == ["decode one"]
 
 
 def test_backends_are_compared_in_columns_and_one_that_fails_leaves_the_others(run, monkeypatch, capsys):

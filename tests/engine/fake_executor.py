@@ -8,7 +8,7 @@ table, what its queries see through the group's window.
 
 Where layers keep states of sequences (`SchedulerConfig.keeps_states`), a slot has one, which is never cleared: it holds
 the fingerprint of the token that was computed last. So a token that is computed twice, not at all, or in another slot
-than the ones before it, fails.
+than the ones before it, fails; and so does one that goes on from a snapshot of any other state than its own.
 
 A step may bring `StepPlan.tokens_per_row` tokens a row: each row then runs so often, unless it ends.
 """
@@ -174,6 +174,9 @@ class FakeExecutor:
         self._slots: dict[int, _Slot] = {}
         self._host: dict[int, np.ndarray] = {}
         self._states: dict[int, int] = {}
+        self._run_ahead: set[int] = set()
+        self.num_run_ahead = 0
+        self._snapshots: dict[int, int] = {}
         self._content = np.zeros((config.num_blocks, config.block_size), np.int64)
 
     def execute(self, plan: StepPlan) -> FakeHandle:
@@ -201,16 +204,18 @@ class FakeExecutor:
             self._host[out.chunk] = self._content[out.block_ids].copy()
         for start in plan.starts:
             self._start(start)
+        self._load_states(plan)
         assert len(plan.mask_slots) == len(set(plan.mask_slots.tolist())) == len(plan.masks)
         given = (plan.mask_slots.tolist(), plan.masks, plan.mask_tokens.tolist(), plan.mask_backs.tolist())
-        for slot, mask, token, goes_back in zip(*given, strict=True):
+        for slot, mask, token, num_lost in zip(*given, strict=True):
             assert self._slots[slot].start.sampling.structured_outputs is not None
             self._slots[slot].mask = mask_of(mask) if mask.dtype == np.int32 else mask.copy()
             if mask.dtype == np.int32 and mask[0] == NO_TOKEN:
                 assert needed_variant(self._slots[slot].start) == SamplingVariant.MASKED
                 assert not self._slots[slot].start.sampling.truncates
-            if goes_back:
-                self._go_back(self._slots[slot], token)
+            assert (num_lost > 0) <= (token != NO_TOKEN)
+            if num_lost:
+                self._go_back(self._slots[slot], token, num_lost)
             elif token != NO_TOKEN:
                 self._replace_last(self._slots[slot], token)
         for back in plan.swap_ins:
@@ -227,8 +232,9 @@ class FakeExecutor:
                 assert (blocks[index], block_id) in copied, "neither appended nor a copy"
             blocks += [NULL_BLOCK] * (index + 1 - len(blocks))
             blocks[index] = block_id
-        for slot in plan.decode_slots.tolist():
+        for slot in plan.decode_slots.tolist() if not plan.has_run_ahead else ():
             self._write_decode(self._slots[slot])
+        self._check_run_ahead(plan)
         for i, chunk in enumerate(plan.chunks):
             self._write_chunk(self._slots[chunk.slot], chunk.start, chunk.token_ids.tolist())
             if not len(chunk.token_ids):
@@ -237,17 +243,51 @@ class FakeExecutor:
                 if self.config.keeps_states:
                     self._states[chunk.slot] = self._states[plan.chunks[i - 1].slot]
         self._check_shared_prefix(plan)
-        return self._sample(plan)
+        result = self._sample(plan)
+        for slot in plan.run_ahead.tolist():
+            self._write_decode(self._slots[slot])
+        self._run_ahead = set(plan.run_ahead.tolist())
+        self.num_run_ahead += len(plan.run_ahead)
+        self._save_states(plan)
+        return result
 
-    def _go_back(self, state: _Slot, token: int) -> None:
-        """The token that was sampled last does not count: `token` is the last one again, and not computed yet."""
+    def _load_states(self, plan: StepPlan) -> None:
+        starts = {start.slot: start.num_computed_tokens for start in plan.starts}
+        slots = plan.state_loads[:, 1].tolist()
+        assert len(set(slots)) == len(slots)
+        for snapshot, slot in plan.state_loads.tolist():
+            assert starts[slot] > 0
+            self._states[slot] = self._snapshots[snapshot]
+
+    def _save_states(self, plan: StepPlan) -> None:
+        slots, snapshots = plan.state_saves.T.tolist()
+        assert len(set(snapshots)) == len(snapshots)
+        assert all(0 <= snapshot < self.config.num_state_snapshots for snapshot in snapshots)
+        assert set(slots) <= {*plan.decode_slots.tolist(), *(chunk.slot for chunk in plan.chunks)}
+        self._snapshots |= {snapshot: self._states[slot] for slot, snapshot in zip(slots, snapshots, strict=True)}
+
+    def _check_run_ahead(self, plan: StepPlan) -> None:
+        if len(plan.run_ahead):
+            assert len(plan.run_ahead) == len(set(plan.run_ahead.tolist()))
+            assert not self.config.keeps_states
+        if plan.has_run_ahead:
+            assert not plan.chunks
+            assert set(plan.decode_slots.tolist()) <= self._run_ahead
+            assert all(s.num_computed == len(s.tokens) for s in map(self._slots.get, plan.decode_slots.tolist()))
+
+    def _go_back(self, state: _Slot, token: int, num_lost: int) -> None:
+        """`token` is the last one, and not computed yet: of what is computed so many tokens do not count."""
         assert not self.config.keeps_states
-        assert state.num_computed == len(state.tokens) - 1
         assert state.mask is not None
-        state.tokens.pop()
-        state.prints.pop()
-        assert state.tokens[-1] == token
-        state.num_computed -= 1
+        was_ahead = state.active and state.num_computed == len(state.tokens)
+        assert state.num_computed == len(state.tokens) - (not was_ahead)
+        if num_lost > was_ahead:  # the token that was sampled last does not count
+            assert num_lost == was_ahead + 1
+            state.tokens.pop()
+            state.prints.pop()
+        state.num_computed -= num_lost
+        if state.tokens[-1] != token:
+            self._replace_last(state, token)
         state.active = True
 
     def _replace_last(self, state: _Slot, token: int) -> None:
@@ -269,6 +309,7 @@ class FakeExecutor:
             assert len(chunk.token_ids) or (i and chunk.samples and plan.chunks[i - 1].samples)
         for array in (plan.ends, plan.decode_slots, plan.beams, plan.copies, plan.table_updates):
             assert array.dtype == np.int32
+        assert plan.state_loads.dtype == plan.state_saves.dtype == np.int32
 
     def _move_beams(self, beams: np.ndarray) -> None:
         slots, parents, _ = beams.T

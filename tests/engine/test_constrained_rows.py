@@ -232,8 +232,9 @@ def constrained(name: str, prompt: int, max_tokens: int = 30, **sampling):
     return make_request(name, prompt, max_tokens, structured_outputs=CONSTRAINT, **sampling)
 
 
-def engine_of(grammars: MadeUpGrammars, **changes) -> Engine:
-    kinds = (Searches, partial(ConstrainedRows, grammars=grammars, guesses=grammars.share > 0))
+def engine_of(grammars: MadeUpGrammars, runs_ahead: bool = True, **changes) -> Engine:
+    kind = partial(ConstrainedRows, grammars=grammars, guesses=grammars.share > 0, runs_ahead=runs_ahead)
+    kinds = (Searches, kind)
     return Engine(kinds=kinds, **({"num_blocks": 256, "max_model_len": 128, "max_num_batched_tokens": 160} | changes))
 
 
@@ -476,7 +477,7 @@ def test_an_engine_that_is_let_go_takes_its_thread_along_though_compiled_grammar
     del engine, kind
     gc.collect()
     assert rows() is None
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
 
 

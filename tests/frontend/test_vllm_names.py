@@ -31,6 +31,19 @@ def test_sampling_parameters_can_be_changed_and_a_change_is_checked():
     assert replace(params, n=2) == copy.replace(params, n=2) if hasattr(copy, "replace") else True
 
 
+def test_copies_with_other_values_are_those_of_replace_and_checked_alike():
+    params = SamplingParams(max_tokens=5, seed=3)
+    values = {"temperature": 0, "stop": "end", "top_k": 3}
+    assert params.changed(values) == replace(params, **values)
+    assert params.changed(values).stop == ("end",)
+    assert params.seeded(2**60) == replace(params, seed=2**60)
+    assert copy.copy(params) == params
+    for wrong in ({"top_p": 2.0}, {"n": "two"}, {"min_tokens": 6}):
+        with pytest.raises(InvalidParameterError, match=next(iter(wrong))):
+            params.changed(wrong)
+    assert params == SamplingParams(max_tokens=5, seed=3)
+
+
 def test_a_request_keeps_the_parameters_that_it_was_made_with():
     params = SamplingParams(max_tokens=5)
     inputs = InputProcessor(None, 100, RequestLimits(1000, 16, 16, 16, 100))

@@ -52,3 +52,23 @@ def test_cores_are_those_bound_to_or_what_the_quota_is_worth(groups, own, files,
 
 def test_without_control_groups_all_cores_that_the_process_is_bound_to_count(groups):
     assert cores.usable_cores() == 16
+
+
+CORE = "processor\t: {}\nmodel name\t: {}\ncpu MHz\t\t: {}\nflags\t\t: {}\nbogomips\t: 5192.25\n\n"
+
+
+def test_a_cpu_s_features_are_its_models_and_instructions_not_its_speed_or_the_number_of_its_cores():
+    one = CORE.format(0, "Large", 2596.126, "fpu avx2")
+    found = cores.features_in(one)
+    assert found == ("flags: fpu avx2", "model name: Large")
+    assert cores.features_in(one + CORE.format(1, "Large", 1200.0, "fpu avx2")) == found
+    assert cores.features_in(CORE.format(0, "Large", 2596.126, "fpu avx2 avx512f")) != found
+    assert set(cores.features_in(one + CORE.format(1, "Small", 1200.0, "fpu"))) > set(found)
+    arm = "processor\t: 0\nBogoMIPS\t: 2100.0\nFeatures\t: fp asimd sve\nCPU part\t: 0xd40\n"
+    assert cores.features_in(arm) == ("CPU part: 0xd40", "Features: fp asimd sve")
+    assert cores.features_in("processor : 0\n") is None
+
+
+def test_features_of_a_cpu_are_unknown_where_the_system_does_not_tell_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(cores, "_CPU_INFO", tmp_path / "none")
+    assert cores.cpu_features.__wrapped__() is None

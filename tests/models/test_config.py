@@ -106,6 +106,8 @@ def test_generation_config_says_what_ends_a_text(tmp_path: Path) -> None:
     assert ModelConfig.from_directory(tmp_path).eos_token_ids == (2,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
     assert ModelConfig.from_directory(tmp_path).eos_token_ids == (7, 9)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, -1]}))
+    assert ModelConfig.from_directory(tmp_path).eos_token_ids == (7,)
 
 
 @pytest.mark.parametrize(
@@ -265,3 +267,10 @@ def test_gpt_oss_without_a_rope_has_that_of_the_published_models() -> None:
     assert ModelConfig.from_dict(without).ropes == ModelConfig.from_dict(config).ropes
     rounded = config | {"rope_scaling": config["rope_scaling"] | {"truncate": True}}
     assert ModelConfig.from_dict(rounded).ropes != ModelConfig.from_dict(config).ropes
+
+
+@pytest.mark.parametrize("name", ["llama-rope-dynamic", "qwen3-moe", "qwen3.5"])
+def test_every_family_stretches_a_dynamic_rope_to_max_model_len(name: str) -> None:
+    config = tiny_model(name).config | {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}
+    length = ModelConfig.from_dict(config).max_position_embeddings
+    assert ModelConfig.from_dict(config, 2 * length).max_position_embeddings == 2 * length

@@ -49,6 +49,16 @@ def test_it_has_the_weights_of_the_text_model(name: str, architecture: str, pref
         np.testing.assert_array_equal(found, expected)
 
 
+def test_experts_apart_are_read_though_published_checkpoints_have_them_in_one_tensor(tmp_path: Path) -> None:
+    """As transformers saves Qwen3.5-MoE."""
+    name, architecture, prefix = "qwen3.5-moe", "Qwen3_5MoeForConditionalGeneration", "model.language_model."
+    text, whole = write_tiny_model(tiny_model(name), tmp_path / "text", use_torch=False), tmp_path / "whole"
+    write_multimodal(text, whole, architecture, prefix, ("model.visual.patch_embed.proj.weight",))
+    model, alone = (models.build(models.ModelConfig.from_directory(one), "float32") for one in (whole, text))
+    for found, expected in zip(models.load(model, whole), models.load(alone, text), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
 def test_only_what_the_text_model_reads_counts_as_read(tmp_path: Path) -> None:
     text, whole = write_tiny_model(tiny_model("gemma3"), tmp_path / "text", use_torch=False), tmp_path / "whole"
     prefix = "language_model.model."
@@ -75,3 +85,22 @@ def test_another_text_model_is_refused_by_name() -> None:
     config = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "ministral3"}}
     with pytest.raises(UnsupportedModelError, match="ministral3"):
         models.ModelConfig.from_dict(config)
+
+
+@pytest.mark.parametrize("of_whole", [True, False])
+def test_whether_the_head_is_tied_is_said_of_the_whole_model_first(of_whole: bool) -> None:
+    """As transformers reads it; each of its two defaults would be wrong for one of them."""
+    text = tiny_model("mistral-full").config | {"tie_word_embeddings": not of_whole}
+    config = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    assert models.ModelConfig.from_dict(config).tie_word_embeddings is not of_whole
+    assert models.ModelConfig.from_dict(config | {"tie_word_embeddings": of_whole}).tie_word_embeddings is of_whole
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"), [("gemma3", "gemma3"), ("mistral3", "mistral-full"), ("qwen3_5_text", "qwen3.5")]
+)
+def test_a_model_type_alone_is_enough(model_type: str, name: str) -> None:
+    config = {key: value for key, value in tiny_model(name).config.items() if key != "architectures"}
+    whole = config if model_type.endswith("_text") else {"text_config": config}
+    found = models.ModelConfig.from_dict(whole | {"model_type": model_type})
+    assert found.architecture == models.ModelConfig.from_dict(tiny_model(name).config).architecture

@@ -129,6 +129,17 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
         arguments += (Shape((2, columns), dtype),) if biased else ()
         call = partial(ops.gated_product, activation=activation, backend="hopper")
         yield f"gated_product {rows} x {depth} x {columns} {activation}", call, arguments, False
+    for rows, depth, columns, first, result in (
+        (64, 3072, 1024, False, jnp.bfloat16),  # 1 consumer, 64 columns
+        (129, 1024, 4096, False, jnp.bfloat16),
+        (512, 1024, 151_936, True, jnp.float32),  # logits of a tied embedding
+        (2048, 4096, 28_672, False, jnp.bfloat16),  # 2 consumers, 256 columns, clusters
+        (2048, 4096, 4096, True, jnp.bfloat16),
+    ):
+        shapes = (rows, depth), (columns, depth) if first else (depth, columns)
+        arguments = tuple(Shape(shape, jnp.bfloat16) for shape in shapes)
+        call = partial(ops.invariant_product, outputs_first=first, dtype=result, backend="hopper")
+        yield f"invariant_product {rows} x {depth} x {columns}", call, arguments, False
     for rows in (8, 2048, 65_536):  # 64 columns; 128; 2 consumers in clusters
         x, sizes = Shape((rows, 2048), jnp.bfloat16), ids(128)
         call = partial(ops.gated_grouped_product, backend="hopper")

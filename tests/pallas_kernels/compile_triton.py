@@ -180,23 +180,6 @@ def routing() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
         yield f"route_tokens {tokens} x {experts}, {choice.score}", op, arguments
 
 
-def few_rows() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
-    """The product of few rows, of Qwen3-30B-A3B's queries, keys and values, attention's output and router, and of
-    Mixtral's router, which is one CTA's."""
-    for rows, depth, columns, dtype, what in (
-        (8, 2048, 5120, jnp.bfloat16, "norm"),
-        (16, 4096, 2048, jnp.float16, "residual"),
-        (8, 2048, 128, jnp.bfloat16, "both"),
-        (8, 4096, 8, jnp.bfloat16, "both"),
-    ):
-        arguments: dict[str, Any] = {"x": Shape((rows, depth), dtype), "w": Shape((depth, columns), dtype)}
-        arguments |= {} if what == "residual" else {"norm": Shape((depth,), dtype)}
-        arguments |= {"residual": Shape((rows, columns), dtype)} if what == "residual" else {}
-        options: dict[str, Any] = {"gives_normed": True, "dtype": jnp.float32} if what == "both" else {}
-        name = f"few_rows_product {rows} x {depth} x {columns} {jnp.dtype(dtype)}, {what}"
-        yield name, partial(ops.few_rows_product, **options), arguments
-
-
 def few_bits_of_experts() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     """The grouped products in few bits of Qwen3-30B-A3B, every height of a tile and form of weights."""
     for rows, form, group, dtype, zeros in (
@@ -249,6 +232,14 @@ def int4() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
         arguments |= {"scale": Shape((6144, 256), jnp.float8_e4m3fn), "outer": Shape((6144,), jnp.float32)}
         name = f"int4_product {rows} of {jnp.dtype(dtype)} in NVFP4"
         yield name, partial(ops.int4_product, group=16, form="nvfp4"), arguments
+
+
+def invariant() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+    """Products whose bits depend on a row alone."""
+    for first, result in ((False, jnp.bfloat16), (True, jnp.float32)):
+        w = Shape((4096, 1024) if first else (1024, 4096), jnp.bfloat16)
+        op = partial(ops.invariant_product, outputs_first=first, dtype=result)
+        yield f"invariant_product, outputs first: {first}", op, {"x": Shape((512, 1024), jnp.bfloat16), "w": w}
 
 
 def fp8() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
@@ -328,9 +319,9 @@ def programs() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     yield from other_ops()
     yield from experts()
     yield from routing()
-    yield from few_rows()
     yield from few_bits_of_experts()
     yield from int4()
+    yield from invariant()
     yield from fp8()
     yield from rounding()
     yield from recurrence()

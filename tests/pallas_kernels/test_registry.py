@@ -330,6 +330,14 @@ def test_every_op_has_a_reference() -> None:
         assert callable(op._implementation(registry._backend(registry.REFERENCE)).run), op.name
 
 
+@needs_triton
+def test_triton_has_every_op_but_those_that_the_docs_name() -> None:
+    triton = registry._backend("triton")
+    lacks = {op.name for op in registry._OPS.values() if not (op.may_have("triton") and op._has(triton))}
+    lacks -= {"all_reduce_peers", "all_reduce_add_norm"}  # NCCL's
+    assert lacks == {"gated_product", "short_convolution", "state_space_chunks", "contiguous_attention"}
+
+
 def test_using_every_op_s_reference_imports_no_kernels() -> None:
     code = """
 import sys

@@ -45,7 +45,7 @@ SPARSE = {"gpt-oss-20b-style", "deepseek-v3", "granite-moe-shared"}
 
 HYBRID = {"qwen3-next", "qwen3-next-some-layers", "qwen3.5", "qwen3.5-moe"}
 HYBRID |= {"granite4-h-tiny", "granite4-h-micro", "granite4-h-small", "granite4-h-all-options", "bamba"}
-"""Models with recurrent layers, which have no prefix cache. They run with smaller chunks, too."""
+"""Models with recurrent layers. They run with smaller chunks, too, and hit snapshots of states on several devices."""
 
 MOST_BYTES = 8192
 """Larger tensors are read in runs of their rows: half of a square matrix, some of the experts of a layer."""
@@ -62,6 +62,7 @@ ARGS = EngineArgs(
     skip_tokenizer_init=True,
     verbose=False,
     watermark=0.0,
+    state_snapshot_tokens=4,
 )
 
 
@@ -118,6 +119,8 @@ def _tokens_by_path(name: str) -> dict[str, Any]:
             with mock.patch.object(placing, "MOST_HOST_BYTES", most):
                 engine = LLMEngine(split)
             found[f"tensor parallel {degree}"] = greedy_tokens(engine)
+            if name in HYBRID:
+                found[f"split states {degree}"] = greedy_tokens(engine), engine.get_metrics().prefix_cache_hits
             if name in SPARSE:
                 whole = LLMEngine(replace(split, enable_expert_parallel=True))
                 found[f"expert parallel {degree}"] = greedy_tokens(whole)

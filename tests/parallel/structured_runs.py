@@ -1,8 +1,13 @@
-"""What `test_structured_outputs` has done in a process of eight devices, with the embedded model and its tokenizer."""
+"""What `test_structured_outputs` has done in a process of eight devices, with a layer of the embedded model and its
+tokenizer.
+"""
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from jpaged import LLM, SamplingParams, StructuredOutputsParams
+from tests.support.small_demo import small_demo
 from tests.tiny_models import DEMO_ENGINE
 
 CONSTRAINTS: tuple[dict[str, Any], ...] = (
@@ -26,8 +31,10 @@ def answers_by_layout() -> dict[str, list[list[int]]]:
     }
     sizes = DEMO_ENGINE | {"max_num_seqs": 8, "decode_buckets": (8,)}
     found = {}
-    for name, layout in layouts.items():
-        with LLM(**sizes, **layout, dtype="float32", verbose=False) as llm:
-            outputs = llm.generate(["Once"] * len(params), params, use_tqdm=False)
-            found[name] = [list(output.outputs[0].token_ids) for output in outputs]
+    with tempfile.TemporaryDirectory() as directory:
+        model = str(small_demo(Path(directory) / "model"))
+        for name, layout in layouts.items():
+            with LLM(model, **sizes, **layout, dtype="float32", verbose=False) as llm:
+                outputs = llm.generate(["Once"] * len(params), params, use_tqdm=False)
+                found[name] = [list(output.outputs[0].token_ids) for output in outputs]
     return found

@@ -1,6 +1,7 @@
 """What `test_update_weights` does in a process of eight devices."""
 
 import tempfile
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -49,13 +50,15 @@ def in_form(model: Model, weights: Weights, form: int) -> Any:
 
 def updates(name: str, degrees: list[int], num_rounds: int) -> dict[str, Any]:
     """By degree: tokens after each update, whether weights are read back as they were given, and how many programs were
-    compiled after the first round. A round has weights in three forms, on the engine's own devices and on others."""
+    compiled after the first round. A round has weights in three forms, on the engine's own devices and on others; the
+    trainer has a mesh of all devices set meanwhile, or not."""
     case, found, compiled = eight_heads(name), {}, [0]
     model = build(ModelConfig.from_dict(case.config), "float32")
 
     def count(event: str, duration: float, **_: Any) -> None:
         compiled[0] += event == "/jax/core/compile/backend_compile_duration"
 
+    everywhere = Mesh(np.array(jax.devices()), ("fsdp",))
     jax.monitoring.register_event_duration_secs_listener(count)
     with tempfile.TemporaryDirectory() as directory:
         write_tiny_model(case, directory, use_torch=False)
@@ -65,9 +68,17 @@ def updates(name: str, degrees: list[int], num_rounds: int) -> dict[str, Any]:
             for i in range(6 * num_rounds):
                 before = compiled[0] if i == 6 else before
                 devices = jax.devices()[:degree] if i % 2 else jax.devices()[-2:]
-                engine.update_weights(in_form(model, spread(model.init(i), devices), i % 3))
-                tokens.append(tokens_of(engine))
+                weights = in_form(model, spread(model.init(i), devices), i % 3)
+                with jax.set_mesh(everywhere) if i % 4 > 1 else nullcontext():
+                    engine.update_weights(weights)
+                    tokens.append(tokens_of(engine))
             late = compiled[0] - before
+            with jax.set_mesh(everywhere):
+                assert engine.sleep(2)
+                engine.update_weights(weights)
+                engine.wake_up()
+                assert tokens_of(engine) == tokens[-1]
+                engine.weights_as("huggingface")
             back, last = engine.weights_as("parameters"), model.init(6 * num_rounds - 1)
             same = all(np.array_equal(back[name], one) for name, one in zip(model.parameter_names, last, strict=True))
             found[str(degree)] = {"tokens": tokens, "same": same, "late": late}

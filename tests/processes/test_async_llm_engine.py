@@ -11,10 +11,17 @@ import pytest
 
 from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.config import EngineArgs
-from jpaged.api.errors import EngineDeadError, InvalidParameterError, InvalidPromptError, OutOfMemoryError
+from jpaged.api.errors import (
+    EngineDeadError,
+    EngineRestartingError,
+    InvalidParameterError,
+    InvalidPromptError,
+    OutOfMemoryError,
+)
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.assets import demo_model_path
 from jpaged.engine.limits import RequestLimits
+from jpaged.processes import handover
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.processes.board import Board
 from jpaged.processes.launch import Link
@@ -28,6 +35,8 @@ from jpaged.processes.wire import (
     FrameReader,
     Ready,
     Refused,
+    Requests,
+    Sleep,
     Step,
     ToEngine,
     Update,
@@ -61,11 +70,11 @@ def test_the_processes_of_the_api_do_without_jax():
 class Played:
     """An engine process as the test plays it, and the `AsyncLLMEngine` at the other end of its socket."""
 
-    def __init__(self):
+    def __init__(self, channel=None):
         ours, theirs = socket.socketpair()
         self.sock = theirs
         theirs.settimeout(60)
-        self.engine = AsyncLLMEngine(EngineArgs(), link=Link([ours], Board(1, 1, NUM_COLUMNS)))
+        self.engine = AsyncLLMEngine(EngineArgs(), link=Link([ours], Board(1, 1, NUM_COLUMNS), channel))
         self._reader, self._messages = FrameReader(ToEngine), []
         self.send(READY)
 
@@ -88,9 +97,9 @@ class Played:
         return self.engine.num_unfinished, self.engine.num_queued, self.engine.num_queued_tokens
 
 
-def play(scene):
+def play(scene, channel=None):
     async def run():
-        played = Played()
+        played = Played(channel)
         try:
             async with asyncio.timeout(120):
                 await scene(played)
@@ -326,3 +335,19 @@ def test_text_is_refused_by_its_length_before_it_is_tokenized(monkeypatch):
             await played.engine.process(text, SamplingParams())
 
     play(scene)
+
+
+def test_an_engine_that_ends_when_it_is_to_sleep_does_not_count_as_asleep():
+    async def scene(played):
+        asked = asyncio.ensure_future(played.engine.sleep())
+        call = await played.receive()
+        played.send(Answer(call.call_id, Requests([])))
+        assert isinstance((await played.receive()).question, Sleep)
+        played.sock.close()
+        with pytest.raises(EngineRestartingError, match="ended when it was to sleep"):
+            await asked
+        assert played.engine.is_restarting
+
+    ours, theirs = handover.socket_pair()
+    with ours, theirs:
+        play(scene, ours)

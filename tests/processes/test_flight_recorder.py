@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import stat
 import tempfile
 from dataclasses import asdict, replace
@@ -80,6 +81,18 @@ def test_they_are_written_for_this_user_only_and_printed(monkeypatch, tmp_path, 
     assert "not read" in says[-2]
     assert len(json.loads((tmp_path / "steps.json").read_text())["results"]) == 8
     assert write_last_steps(Pulse.create(), "nothing has run", {}, 4) is None
+
+
+def test_a_full_disk_leaves_no_part_of_the_file(monkeypatch, tmp_path, caplog, recorded):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        assert write_last_steps(recorded[1], "It was killed", {}, 0) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "cannot be written: File too large" in caplog.text
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_steps_of_the_recorded_lengths_run_again(monkeypatch, tmp_path, capsys):

@@ -12,8 +12,10 @@ import pytest
 from jpaged.api.config import EngineArgs, RestartOptions
 from jpaged.api.errors import EngineDeadError
 from jpaged.processes import handover, keeper, launch
+from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.processes.keeper import EngineKeeper
 from jpaged.processes.launch import EngineProcesses, ended_how
+from jpaged.processes.pulse import Pulse
 from jpaged.serving.server import LOG_FORMAT
 from tests.support.pauses import parts_of
 
@@ -26,7 +28,7 @@ def starts(monkeypatch):
     def start(fds, environment):
         if errors:
             raise errors.pop(0)
-        return subprocess.Popen(["sleep", "600"], pass_fds=fds[1:2])
+        return subprocess.Popen(["sleep", "600"], pass_fds=fds)
 
     monkeypatch.setattr(launch, "_start", start)
     monkeypatch.setattr(keeper, "_FIRST_WAIT_S", 0.01)
@@ -41,6 +43,7 @@ def run(scene, options=RestartOptions()):  # noqa: B008  # it is frozen
         kept = EngineKeeper(
             processes, options, lambda _, sock: told.put_nowait(sock), lambda _, error: told.put_nowait(error)
         )
+        kept.watch_start()
         kept.start(on_gpu=False)
         try:
             await scene(processes, kept, told)
@@ -80,6 +83,44 @@ def test_a_process_that_can_never_be_started_is_given_up_and_all_are_told_howeve
         assert handover.receive(its_end)[0] == packet
 
     run(scene, RestartOptions(max_restarts=3))
+
+
+def test_a_process_that_does_not_serve_in_time_is_killed_and_the_error_says_so(starts):
+    async def scene(processes, kept, told):
+        error = await told.get()
+        assert "did not serve within 0.2 s of its start (--start-timeout) and was killed" in str(error)
+        assert processes.exit_code(0, 1.0) in (-signal.SIGUSR1, -signal.SIGKILL)
+
+    run(scene, RestartOptions(max_restarts=0, start_timeout_s=0.2))
+
+
+def test_a_process_that_hung_and_is_gone_is_not_taken_for_hung_again(starts, monkeypatch):
+    monkeypatch.setattr(keeper, "write_last_steps", lambda *_: time.sleep(0.3))  # meanwhile its pulse is as silent
+
+    async def scene(processes, kept, told):
+        with contextlib.closing(await told.get()):
+            assert kept.why_hung(0) is None
+
+    run(scene, RestartOptions(start_timeout_s=0.1))
+
+
+def test_the_first_start_is_watched_like_the_others(starts):
+    async def never_ready():
+        async with AsyncLLMEngine(EngineArgs(), restarts=RestartOptions(start_timeout_s=0.2)):
+            pass
+
+    with pytest.raises(EngineDeadError, match=r"did not serve within 0\.2 s of its start"):
+        asyncio.run(asyncio.wait_for(never_ready(), 120))
+
+
+def test_a_process_that_serves_may_go_on_for_longer_than_a_start_may_take():
+    pulse = Pulse.create()
+    pulse.rest()
+    assert pulse.starting_s() > 0
+    pulse.beat()
+    assert pulse.starting_s() == 0
+    pulse.rest()
+    assert pulse.starting_s() == 0
 
 
 @pytest.mark.parametrize(

@@ -261,7 +261,13 @@ def test_what_ends_before_it_is_of_use_waits_longer_each_time_and_what_ends_too_
 
 @pytest.mark.parametrize(
     "options",
-    [{"step_timeout_s": 0}, {"step_timeout_s": float("nan")}, {"max_restarts": -1}, {"spare_processes": "yes"}],
+    [
+        {"step_timeout_s": 0},
+        {"start_timeout_s": -1.0},
+        {"step_timeout_s": float("nan")},
+        {"max_restarts": -1},
+        {"spare_processes": "yes"},
+    ],
 )
 def test_restart_options_out_of_range_are_refused_by_name(options):
     with pytest.raises(InvalidParameterError, match=next(iter(options)).removesuffix("_s")):

@@ -26,7 +26,8 @@ SMALL = {
     "token_buckets": (64,),
     "verbose": False,
 }
-TINY = ["llama-gqa-d64-tied", "mistral-window", "opt-350m-style"]
+TINY = {"llama-gqa-d64-tied": "paged", "mistral-window": "virtual", "opt-350m-style": "paged"}
+"""Models, and the layouts that they run in."""
 
 
 def reference(model, tokens, first: int, windows=None) -> tuple[np.ndarray, np.ndarray]:
@@ -58,7 +59,8 @@ def assert_scores(score, model, tokens, first, windows=None) -> None:
 def tiny(request, tmp_path_factory):
     case = tiny_model(request.param)
     directory = write_tiny_model(case, tmp_path_factory.mktemp(case.name))
-    return Scorer(str(directory), max_model_len=48, skip_tokenizer_init=True, **SMALL), torch_model(case)
+    options = SMALL | {"kv_cache_layout": TINY[request.param], "skip_tokenizer_init": True}
+    return Scorer(str(directory), max_model_len=48, **options), torch_model(case)
 
 
 def random_ids(seed: int, count: int) -> list[int]:

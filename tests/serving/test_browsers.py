@@ -92,6 +92,14 @@ def test_only_json_is_taken_which_a_foreign_page_cannot_send_unasked(kind):
         check_json(Request({"type": "http", "headers": [(b"content-type", good)]}))
 
 
+def test_a_compressed_body_is_refused_by_name():
+    json = (b"content-type", b"application/json")
+    with pytest.raises(ApiError, match="Content-Encoding 'gzip' is not supported") as refused:
+        check_json(Request({"type": "http", "headers": [json, (b"content-encoding", b"gzip")]}))
+    assert refused.value.status == 415
+    check_json(Request({"type": "http", "headers": [json, (b"content-encoding", b"Identity")]}))
+
+
 @pytest.mark.parametrize("value", ["", ",", " , "])
 def test_a_server_that_was_to_have_keys_and_got_none_does_not_start(monkeypatch, capsys, value):
     monkeypatch.setenv("JPAGED_API_KEY", value)

@@ -8,10 +8,15 @@ import jsonschema
 import openai
 import pytest
 
-from jpaged.serving.dialects import messages, responses
+from jpaged.api.outputs import CompletionOutput, RequestOutput
+from jpaged.frontend.inputs import ProcessedInput
+from jpaged.serving.answers import AnswerContext
+from jpaged.serving.dialects import messages, response_store, responses
 from jpaged.serving.dialects.messages import MessagesRequest
-from jpaged.serving.dialects.responses import ResponsesRequest, ResponseStore
+from jpaged.serving.dialects.response_store import ResponseStore
+from jpaged.serving.dialects.responses import ResponsesRequest
 from jpaged.serving.errors import ApiError
+from jpaged.serving.protocol import ChatCompletionRequest
 from tests.serving.server_process import KEY
 
 pytestmark = pytest.mark.xdist_group("tools server")
@@ -91,11 +96,33 @@ def test_a_message_has_blocks_and_streams_them_one_after_the_other(server, body,
         is_open = event["type"] != "content_block_stop"
         if is_open:
             delta = event["delta"]
-            blocks[-1]["joined"] += delta.get("text") or delta.get("thinking") or delta.get("partial_json")
+            if delta["type"] == "signature_delta":
+                blocks[-1]["signature"] = delta["signature"]
+            else:
+                blocks[-1]["joined"] += delta.get("text") or delta.get("thinking") or delta.get("partial_json")
     assert not is_open
     for block, other in zip(blocks, whole["content"], strict=True):
         joined = json.loads(block["joined"]) if block["type"] == "tool_use" else block["joined"]
         assert joined == other.get("text") or joined == other.get("thinking") or joined == other.get("input")
+        assert block.get("signature") == other.get("signature") != ""
+
+
+def test_anthropics_clients_get_models_ids_and_errors_in_their_form(server):
+    headers = {"authorization": "", "x-api-key": KEY, "anthropic-version": "2023-06-01"}
+    answer = server.client.get("/v1/models", headers=headers)
+    (model,) = answer.json()["data"]
+    assert (model["type"], model["lifecycle"]) == ("model", "active")
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
+    assert server.client.get(f"/v1/models/{model['id']}", headers=headers).json() == model
+    plain = server.client.get("/v1/models")
+    assert plain.json()["object"] == "list"
+    assert "request-id" not in plain.headers
+    for path, key, kind in (("/v1/messages", "wrong", "authentication_error"), ("/v1/message", KEY, "not_found_error")):
+        answer = server.client.post(path, json={}, headers=headers | {"x-api-key": key})
+        assert (answer.json()["type"], answer.json()["error"]["type"]) == ("error", kind)
+    unknown = server.client.get("/v1/models/unknown", headers=headers).json()
+    assert (unknown["type"], unknown["error"]["type"]) == ("error", "not_found_error")
+    assert server.client.get("/v1/models/unknown").json()["error"]["code"] == "model_not_found"
 
 
 def test_results_of_tools_are_told_and_counted(server):
@@ -128,7 +155,65 @@ def test_a_stop_sequence_is_named(server):
     assert text.startswith(cut["content"][0]["text"])
 
 
+@pytest.mark.parametrize("field", ["output_config", "output_format"])
+def test_a_message_keeps_to_a_schema(server, field):
+    form = {"type": "json_schema", "schema": WEATHER}
+    asked = {field: {"format": form} if field == "output_config" else form}
+    whole = ask(server, max_tokens=150, **asked).json()
+    (block,) = whole["content"]
+    jsonschema.validate(json.loads(block["text"]), WEATHER)
+    assert whole["stop_reason"] == "end_turn"
+    events = events_of(ask(server, max_tokens=150, stream=True, **asked))
+    assert (
+        "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta") == block["text"]
+    )
+
+
+def ended_by(reason, why):
+    """An output that ended for a reason."""
+    completion = CompletionOutput(0, "So", [10], None, None, reason, why)
+    return RequestOutput("id", "hi", [5], [completion], True)
+
+
+def answers_of(kind):
+    """Two answers to one request, to be given whole and streamed."""
+    chat = ChatCompletionRequest(messages=[{"role": "user", "content": "hi"}])
+    context = AnswerContext("chatcmpl-1", "model", [ProcessedInput("hi", [5], ())], None)
+    if kind == "messages":
+        return [messages.MessagesAnswer(chat, context) for _ in range(2)]
+    body, store = ResponsesRequest(input="hi"), ResponseStore()
+    return [responses.ResponsesAnswer(chat, context, body, store) for _ in range(2)]
+
+
+@pytest.mark.parametrize("why", ["the grammar takes too much", None])
+def test_an_answer_that_was_aborted_does_not_say_that_it_is_complete(why):
+    output = ended_by("abort", why)
+    said = why or "it was aborted"
+    whole, streamed = answers_of("messages")
+    with pytest.raises(ApiError, match=said) as caught:
+        whole.whole([output])
+    assert (caught.value.status, caught.value.code) == (500, "answer_failed") if why else (503, "aborted")
+    events = (streamed.chunk(0, output) + streamed.end()).decode()
+    assert events.splitlines()[-3].removeprefix("event: ") == "error"
+    assert said in events
+    assert "message_stop" not in events
+    assert "stop_sequence" not in events.replace('"stop_sequence":null', "")
+
+    whole, streamed = answers_of("responses")
+    made = json.loads(whole.whole([output]))
+    assert (made["status"], made["completed_at"], made["output"][0]["status"]) == ("failed", None, "incomplete")
+    assert made["error"]["code"] == "server_error"
+    assert said in made["error"]["message"]
+    assert (streamed.chunk(0, output) + streamed.end()).decode().splitlines()[-3] == "event: response.failed"
+    with pytest.raises(ApiError):
+        streamed._store.get(streamed.response_id)
+
+
 BAD = [
+    ({"output_config": {"task_budget": {}}}, "output_config.task_budget"),
+    ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format"),
+    ({"output_format": {"type": "json_schema", "schema": {"not": {}}}}, "output_config.format"),
+    ({"output_format": {}, "output_config": {"format": {}}}, "give one"),
     ({"max_tokens": None}, "max_tokens"),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
@@ -163,9 +248,10 @@ FUNCTIONS |= {"tool_choice": "required", "parallel_tool_calls": False, "max_outp
     [
         ({}, ["message"], "incomplete"),
         (FUNCTIONS, ["function_call"], "completed"),
+        (FUNCTIONS | {"text": {"format": {"type": "json_object"}}}, ["function_call"], "completed"),
         ({"text": {"format": {"type": "json_schema", "name": "w", "schema": WEATHER}}}, ["message"], "completed"),
     ],
-    ids=["text", "call", "schema"],
+    ids=["text", "call", "call beside a format", "schema"],
 )
 def test_a_response_has_items_and_streams_them_as_they_come(server, body, kinds, status):
     whole = respond(server, **body).json()
@@ -254,7 +340,8 @@ def test_a_response_has_every_field_that_openresponses_requires(server, name):
 
 def test_openais_client_calls_a_tool_and_goes_on_from_the_response(server):
     client = openai.OpenAI(base_url=server.url + "/v1", api_key=KEY)
-    first = client.responses.create(model="model", input=STORY, temperature=0, **FUNCTIONS)
+    plain = ["reasoning.encrypted_content"]
+    first = client.responses.create(model="model", input=STORY, temperature=0, include=plain, **FUNCTIONS)
     (call,) = first.output
     assert call.name == "weather"
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
@@ -273,15 +360,15 @@ def test_openais_client_calls_a_tool_and_goes_on_from_the_response(server):
 
 
 def test_conversations_are_kept_within_bounds(monkeypatch):
-    monkeypatch.setattr(responses, "MAX_STORED", 2)
+    monkeypatch.setattr(response_store, "MAX_STORED", 2)
     store = ResponseStore()
     for i in range(3):
-        store.put(f"resp_{i}", [{"role": "user", "content": "a"}])
+        store.put(f"resp_{i}", [{"role": "user", "content": "a"}], [])
     with pytest.raises(ApiError, match="resp_0"):
         store.get("resp_0")
     assert store.get("resp_1")
-    monkeypatch.setattr(responses, "MAX_STORED_BYTES", 200)
-    store.put("resp_4", [{"role": "user", "content": "b" * 150}])
+    monkeypatch.setattr(response_store, "MAX_STORED_BYTES", 200)
+    store.put("resp_4", [{"role": "user", "content": "b" * 150}], [])
     with pytest.raises(ApiError):
         store.get("resp_1")
     assert store.get("resp_4")
@@ -290,8 +377,11 @@ def test_conversations_are_kept_within_bounds(monkeypatch):
 UNSUPPORTED = [
     ({"background": True}, "background"),
     ({"tools": [{"type": "web_search"}]}, "tools"),
-    ({"input": [{"type": "item_reference", "id": "a"}]}, "input"),
+    ({"input": [{"type": "custom_tool_call", "id": "a"}]}, "input"),
+    ({"reasoning": {"summary": "concise"}}, "reasoning.summary"),
     ({"truncation": "auto"}, "truncation"),
+    ({"include": ["reasoning.encrypted_content", "message.output_text.logprobs"]}, "include"),
+    ({"text": {"verbosity": "low"}}, "text.verbosity"),
 ]
 
 
@@ -300,6 +390,32 @@ def test_what_responses_cannot_do_is_named(field, param):
     with pytest.raises(ApiError) as caught:
         responses.chat_of(ResponsesRequest(**({"input": "a"} | field)), ResponseStore())
     assert (caught.value.status, caught.value.param) == (400, param)
+    if param == "include":
+        assert "'message.output_text.logprobs' is not supported" in str(caught.value)
+
+
+def test_encrypted_reasoning_may_be_asked_for_and_changes_nothing():
+    body = ResponsesRequest(input="a", include=["reasoning.encrypted_content"])
+    chat = responses.chat_of(body, ResponseStore())
+    assert chat == responses.chat_of(ResponsesRequest(input="a"), ResponseStore())
+
+
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [
+        ({"text": {"format": {"type": "some"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"not": {}}, "strict": True}}}, "text.format"),
+        ({"reasoning": {"effort": "some"}}, "reasoning.effort"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+    ],
+)
+def test_errors_of_responses_name_the_fields_as_they_were_given(server, field, param):
+    answer = respond(server, **field)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert param in error["message"]
+    assert "response_format" not in error["message"]
 
 
 def counted(server):
@@ -323,7 +439,7 @@ def test_a_client_that_goes_away_in_mid_stream_aborts_its_request(server, path, 
         assert "event:" in next(answer.iter_lines())
         with server.engines_standing_still():  # so that the request cannot end by itself
             answer.close()
-            end = time.monotonic() + 30
+            end = time.monotonic() + 120
             while server.client.get("/load").json() != {"server_load": 0}:
                 assert time.monotonic() < end, server.client.get("/load").text
     assert server.client.get("/debug/requests").json()["requests"] == []

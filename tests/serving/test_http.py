@@ -1,10 +1,13 @@
-"""`unless_disconnected`: work for a client that may go away."""
+"""Bodies that are no JSON; `unless_disconnected`: work for a client that may go away."""
 
 import asyncio
 
+import msgspec
 import pytest
 
+from jpaged.serving.errors import ApiError
 from jpaged.serving.http import ClientDisconnected, unless_disconnected
+from jpaged.serving.openai_routes import _parsed
 
 
 class _Client:
@@ -97,3 +100,34 @@ def test_what_the_work_returns_or_raises_comes_through_and_nobody_watches_the_cl
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b'{"prompt":"\\ud800","n":1}', b'{"prompt":"\\ud800"}', b'"\\\\\\uDBFF"', b'{"prompt":"\\udc00 text"}'],
+    ids=repr,
+)
+def test_a_lone_surrogate_is_called_one_wherever_it_stands(body):
+    with pytest.raises(ApiError, match="a string holds a lone surrogate, which is no text; remove it"):
+        _parsed(body, msgspec.json.Decoder())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt":"ud800',
+        b'{"prompt":"\\ud83d',
+        b'{"prompt":"\\ud83d\\ude',
+        b'{"prompt":"\\\\ud800"',
+        b'{"prompt":"\\\\\\\\ud800"',
+    ],
+    ids=repr,
+)
+def test_a_body_that_ends_too_soon_is_called_truncated(body):
+    with pytest.raises(ApiError, match="not JSON: Input data was truncated"):
+        _parsed(body, msgspec.json.Decoder())
+
+
+def test_another_fault_behind_an_escaped_backslash_is_called_what_it_is():
+    with pytest.raises(ApiError, match="malformed"):
+        _parsed(b'{"a":"\\\\ud800"]', msgspec.json.Decoder())

@@ -26,6 +26,11 @@ async def echo(request: Request) -> Response:
     return Response(await request.body())
 
 
+async def header(request: Request) -> Response:
+    await request.body()
+    return Response(dict(request.scope["headers"]).get(b"x-late", b"no"))
+
+
 async def slow(request: Request) -> Response:
     async def ticks():
         for _ in range(20):
@@ -75,6 +80,7 @@ def serving(header_timeout_s, send_timeout_s=60.0):
     """The port of a server that gives headers, and clients who should read, so much time."""
     routes = [
         Route("/echo", echo, methods=["GET", "POST"]),
+        Route("/header", header, methods=["POST"]),
         Route("/slow", slow),
         Route("/endless", endless),
         Route("/parts", parts),
@@ -135,6 +141,9 @@ OFFER = b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings:
         b"POST /echo HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\na",
         b"POST /echo HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
         b"CONNECT a:80 HTTP/1.1\r\nhost: a\r\n\r\n",
+        b"GET /echo HTTP/1.1\r\n\r\n",
+        b"GET /echo HTTP/1.1\r\nhost: a\r\nHost: b\r\n\r\n",
+        b"GET /echo HTTP/1.0\r\nhost: a\r\nhost: a\r\n\r\n",
     ],
     ids=repr,
 )
@@ -180,6 +189,25 @@ def test_headers_are_bounded_whether_they_end_or_not(port):
     assert statuses(talk(port, request(b"/echo", headers=many))) == [431]
     assert statuses(talk(port, request(b"/echo"), 0.05, b"GET /echo HTTP/1.1\r\nx: " + b"a" * 1000)) == [200, 431]
     assert statuses(talk(port, request(b"/echo", b"b" * 5000, CLOSE))) == [200]  # a body is no header
+
+
+@pytest.mark.parametrize(
+    ("begins", "endless"),
+    [(b"0\r\n", b"x: y\r\n" * 120), (b"0\r\nx: ", b"a" * 700), (b"5;", b"e" * 700)],
+    ids=["trailers", "a trailer", "an extension"],
+)
+def test_what_stands_around_chunks_is_bounded_like_headers(port, begins, endless):
+    start = b"POST /echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    assert statuses(talk(port, start + b"5\r\nabcde\r\n", 0.05, begins + endless, 0.05, endless)) == [431]
+    small = b"1;e=1\r\nb\r\n" * 700  # more around the body than in it, and more than headers may have
+    assert statuses(talk(port, start.replace(b"host", CLOSE + b"host") + small + b"0\r\n\r\n")) == [200]
+
+
+def test_what_comes_behind_a_body_is_no_header(port):
+    start = b"POST /header HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n" + CLOSE + b"\r\n"
+    answer = talk(port, start + b"1\r\nb\r\n", 0.05, b"0\r\nx-late: yes\r\n\r\n")
+    assert statuses(answer) == [200]
+    assert b"yes" not in answer
 
 
 def test_headers_that_come_beside_an_answer_are_bounded_too(port):

@@ -9,6 +9,7 @@ import jsonschema
 import openai
 import pytest
 
+from jpaged.text.grammars import CHECK_S
 from tests.serving.server_process import KEY, Server
 
 pytestmark = pytest.mark.xdist_group("structured server")
@@ -139,5 +140,6 @@ def test_hostile_schemas_get_a_400_and_leave_a_stream_its_pace(server):
         answers = [attack.result() for attack in attacks]
     jsonschema.validate(json.loads(friendly), SCHEMA)
     assert [answer.status_code for answer in answers] == [400] * 3, [answer.text[:200] for answer in answers]
-    assert time.monotonic() - begun < 30
+    busy_s = 45.0  # for all else, on a machine that runs other tests
+    assert time.monotonic() - begun < (len(schemas) + 1) * CHECK_S + busy_s
     assert server.client.get("/health").status_code == 200

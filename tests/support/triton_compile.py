@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 
 from jpaged.pallas_kernels import devices
 from jpaged.pallas_kernels.common import triton_call
+from jpaged.pallas_kernels.common.triton_code import bare_ptx
 from jpaged.pallas_kernels.devices import Device
 
 _POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32", "uint32": "*u32"}
@@ -71,6 +72,15 @@ def launches(op: Callable[..., Any], arguments: dict[str, Any], capability: int)
 
 def compiled(recorded: Recorded, capability: int) -> Compiled:
     """The kernel, compiled by Triton and ptxas."""
+    built = ptx_of(recorded, capability)
+    sass, log = assembled(bare_ptx(built.asm["ptx"]), capability)
+    spilled = int(re.search(r"(\d+) bytes spill stores", log)[1])
+    registers = int(re.search(r"Used (\d+) registers", log)[1])
+    return Compiled(built.metadata.shared, registers, spilled, _in_loops(sass) if spilled else 0)
+
+
+def ptx_of(recorded: Recorded, capability: int) -> Any:
+    """What Triton makes of the kernel: `.asm["ptx"]`, `.metadata`."""
     names = [p.name for p in recorded.kernel.params if not p.is_constexpr]
     constants = dict(recorded.constants)
     defaults = {p.name: p.default for p in recorded.kernel.params if p.is_constexpr and p.has_default}
@@ -79,21 +89,21 @@ def compiled(recorded: Recorded, capability: int) -> Compiled:
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(names))}
     source = ASTSource(fn=recorded.kernel, signature=signature, constexprs=constants, attrs=aligned)
     options = triton_call.options(recorded.launch, capability)
-    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def assembled(ptx: str, capability: int) -> tuple[str, str]:
+    """ptxas' instructions for a GPU, as text, and what it says of registers and spills."""
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.TemporaryDirectory() as folder:
-        ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        ptx.write_text(built.asm["ptx"])
-        tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-        arch = re.search(r"\.target (\w+)", built.asm["ptx"])[1]
+        source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(ptx)
+        arch = re.search(r"\.target (\w+)", ptx)[1]
         ptxas = tools / ("ptxas-blackwell" if capability >= 90 else "ptxas")
-        command = [str(ptxas), "-v", f"--gpu-name={arch}", str(ptx), "-o", str(cubin)]
+        command = [str(ptxas), "-v", f"--gpu-name={arch}", str(source), "-o", str(cubin)]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        spilled = int(re.search(r"(\d+) bytes spill stores", log)[1])
         command = [str(tools / "nvdisasm"), str(cubin)]
-        in_loops = (
-            _in_loops(subprocess.run(command, capture_output=True, text=True, check=True).stdout) if spilled else 0
-        )
-    return Compiled(built.metadata.shared, int(re.search(r"Used (\d+) registers", log)[1]), spilled, in_loops)
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout, log
 
 
 def _in_loops(sass: str) -> int:

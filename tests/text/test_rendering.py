@@ -47,7 +47,7 @@ def test_a_template_cannot_run_for_ever(renderer):
     renderer.render(request(GOOD))
     begin = time.monotonic()
     assert renderer.render(request(ENDLESS, 0.3)).kind == "time"
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 60
     assert renderer.render(request(GOOD)).text == "hi!"
 
 

@@ -58,6 +58,7 @@ def loaded(special):
     tokenizer = Tokenizer.load(demo_model_path())
     if special:
         pieces = ["<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
+        pieces += ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</parameter>"]
         pieces += ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"]
         pieces += [
             "<｜tool▁calls▁end｜>",
@@ -232,6 +233,58 @@ def test_a_call_that_is_cut_off_shows_its_beginning_and_none_of_its_closing():
         assert json.dumps(PARIS, ensure_ascii=False).startswith(arguments)
 
 
+def read_cut(parser, text):
+    """As `read`, of a text that something cut off."""
+    deltas = [parser.feed(piece) for piece in text] + [parser.feed("", final=True, cut=True)]
+    assert all(call.name is None for call in deltas[-1].calls[1:])
+    news = [call for delta in deltas for call in delta.calls]
+    names = [call.name for call in news if call.name is not None]
+    return "".join(delta.content for delta in deltas), names, "".join(call.arguments for call in news)
+
+
+@pytest.mark.parametrize("required", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_wherever_a_call_is_cut_off_no_markup_is_content_and_a_known_name_is_told(name, required):
+    form = FORMATS[name]
+    said = "" if form.at_start or required else "Well. "
+    written = said + form.render(CALLS[: min(2, form.most or 2)])
+    first = written.index("get_weather")
+    for end in range(len(said), len(written)):
+        parser = TurnParser(form, TOOLS, required=required)
+        content, names, arguments = read_cut(parser, written[:end])
+        left = content.removeprefix(said)
+        if required or end > first or (not form.at_start and end - len(said) >= 4):
+            assert left == "", written[:end]
+        else:
+            assert written[len(said) : end] == left
+        known = end >= first + len("get_weather")
+        assert names[:1] == (["get_weather"] if known else []), written[:end]
+        assert arguments == "" or known
+        assert parser.num_calls == len(names)
+        if len(names) == 1 and not arguments.endswith("}"):
+            assert parser.is_inside_call
+
+
+def test_a_mark_that_may_be_missing_is_no_text_when_it_is_cut_off():
+    assert read_cut(parser_of(FORMATS["llama3_json"]), "<|python_ta") == ("", [], "")
+    assert read_cut(parser_of(FORMATS["llama3_json"]), "<|p") == ("<|p", [], "")
+
+
+def test_a_name_that_may_be_another_tools_is_not_told_when_it_is_cut_off():
+    cut = '<tool_call>\n{"name": "get'
+    assert read_cut(parser_of(FORMATS["hermes"]), cut) == ("", [], "")
+    assert read_cut(parser_of(FORMATS["hermes"]), cut + '"') == ("", ["get"], "")
+
+
+@pytest.mark.parametrize("name", REASONING)
+def test_where_reasoning_is_cut_off_its_marks_are_no_text(name):
+    form = REASONING[name]
+    for text, said in ((form.opening[:-1], ""), (form.opening + "why " + form.closing[:-1], "why ")):
+        parser = parser_of(None, form, "free")
+        deltas = [parser.feed(piece) for piece in text] + [parser.feed("", final=True, cut=True)]
+        assert ("".join(d.reasoning for d in deltas), "".join(d.content for d in deltas)) == (said, "")
+
+
 @pytest.mark.parametrize("name", REASONING)
 @pytest.mark.parametrize("reasons", ["open", "free"])
 def test_reasoning_comes_apart_wherever_the_text_is_cut(name, reasons):
@@ -291,6 +344,30 @@ def test_harmony_understands_calls_whose_recipient_stands_before_the_channel(con
             assert read(TurnParser(form, [Tool("weather", {})], channels, "free"), pieces) == ("", text, [])
 
 
+@pytest.mark.parametrize("calls", ["auto", "required"])
+def test_a_line_break_in_front_of_reasoning_keeps_no_model_of_glm_from_it(calls, with_tokens):
+    think, form = REASONING["glm45"], FORMATS["glm45"]
+    template = (
+        "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value></think>"
+    )
+    assert (format_of(template, REASONING_FORMATS), format_of(template, TOOL_FORMATS)) == (think, form)
+    rules = TurnRules(tools=TOOLS, tool_format=form, calls=calls, reasoning=think, reasons="free")
+    text = f"\n<think>hm</think>{think.gap}{form.render(CALLS[:1])}"
+    assert accepts(with_tokens, rules, text)
+    assert read(parser_of(form, think, "free"), list(text)) == (
+        "hm",
+        "",
+        read(parser_of(form), [form.render(CALLS[:1])])[2],
+    )
+
+
+def test_a_mistral_may_write_a_space_behind_its_mark(model):
+    form = FORMATS["mistral"]
+    text = form.render(CALLS[:2]).replace("[TOOL_CALLS]", "[TOOL_CALLS] ")
+    assert accepts(model, TurnRules(tools=TOOLS, tool_format=form, calls="required"), text)
+    assert values(read(parser_of(form), list(text))[2]) == EXPECTED[:2]
+
+
 @pytest.mark.parametrize("budget", [0, 3])
 def test_a_budget_ends_reasoning_after_so_many_tokens_and_the_answer_keeps_to_its_schema(budget, with_tokens):
     content = json_expression({"type": "object", "properties": {}, "additionalProperties": False}, lenient=False)
@@ -344,12 +421,16 @@ def test_a_schema_that_a_format_cannot_enforce_is_refused_by_name(name, schema, 
 TEMPLATES = [
     ("hermes", '{{ "<tool_call>\\n{\\"name\\"" }}'),
     ("qwen3_coder", "<tool_call>\n<function= <parameter="),
+    ("glm45", "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>"),
+    ("glm47", "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key><arg_value>"),
     ("mistral", "[TOOL_CALLS] ["),
     ("mistral_args", "[TOOL_CALLS] [ARGS]"),
     ("deepseek_v3", "<｜tool▁calls▁begin｜>```json"),
     ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁sep｜>"),
-    ("llama3_json", 'Environment <|python_tag|> {"name": function name, "parameters": dictionary}'),
+    ("llama3_json", 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its'),
+    ("llama3_json", '<|python_start|> {"name": function name, "parameters": dictionary of argument name'),
     ("llama4_pythonic", "<|python_start|>"),
+    ("pythonic", "[func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2(params)]"),
     ("harmony", "<|start|>assistant<|channel|> <|call|>"),
     (None, "{{ messages }}"),
 ]
@@ -397,3 +478,12 @@ def test_a_template_that_knows_no_tools_is_told_of_them_in_text():
         {"role": "user", "content": "Sure?"},
     ]
     assert without_tools(messages[:2], []) == messages[:2]
+
+
+def test_reasoning_of_glm_4_7_has_no_line_breaks_in_front_of_calls(with_tokens):
+    template = "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key><arg_value>{arg-value-1}</arg_value></think>"
+    think, form = format_of(template, REASONING_FORMATS), FORMATS["glm47"]
+    assert think is REASONING["glm47"]
+    rules = TurnRules(tools=TOOLS, tool_format=form, calls="required", reasoning=think, reasons="open")
+    assert accepts(with_tokens, rules, "hm</think>" + form.render(CALLS[:1]))
+    assert "<arg_key>" in "".join(form.texts)

@@ -68,12 +68,13 @@ DEEPSEEK_V2_LITE = Setting(heads=16, kv_heads=1, head_dim=576, value_dim=512)
 
 
 def _tables(
-    rng: np.random.Generator, copies: int, lens: np.ndarray, block_size: int, max_len: int = 0
+    rng: np.random.Generator, copies: int, lens: np.ndarray, block_size: int, max_len: int = 0, counts_up: bool = False
 ) -> tuple[int, list[jax.Array]]:
-    """Block tables of `copies` disjoint sets of sequences, shuffled; and the size of the pool they need."""
+    """Block tables of `copies` disjoint sets of sequences, shuffled unless they count up; and the size of the pool that
+    they need."""
     need = -(-lens // block_size)
     width, total = max(int(need.max()), -(-max_len // block_size)), int(need.sum())
-    ids = rng.permutation(copies * total).astype(np.int32) + 1
+    ids = (np.arange(copies * total) if counts_up else rng.permutation(copies * total)).astype(np.int32) + 1
     tables = []
     for c in range(copies):
         table = np.zeros((len(lens), width), np.int32)
@@ -101,12 +102,14 @@ def attention_case(
     setting: Setting,
     backend: str | None,
     num_decodes: int | None = None,
+    *,
+    is_contiguous: bool = False,
 ) -> Built:
     """Decode (queries None; work in bytes) or ragged attention (queries a row; work in operations), with the first
-    `num_decodes` rows, if given, left to `mixed_attention`."""
+    `num_decodes` rows, if given, left to `mixed_attention`. is_contiguous: each sequence's blocks lie in a row."""
     rng = np.random.default_rng(0)
     s = setting
-    num_blocks, tables = _tables(rng, s.copies(lens), lens, s.block_size, s.max_len)
+    num_blocks, tables = _tables(rng, s.copies(lens), lens, s.block_size, s.max_len, counts_up=is_contiguous)
     pool = normal(1, (num_blocks, *s.block), s.dtype).astype(s.pool_dtype)
     kv_lens = jnp.asarray(lens, jnp.int32)
     if queries is None:

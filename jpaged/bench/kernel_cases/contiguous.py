@@ -1,4 +1,5 @@
-"""cuDNN's attention over keys and values that each sequence has in one stretch, as the virtual layout keeps them.
+"""Attention over keys and values that each sequence has in one stretch, as the virtual layout keeps them: cuDNN's, and
+our kernels' by a table that counts up.
 
 Beside the cases of the same lengths over block tables. Where cuDNN has no such attention, a case's error says why.
 """
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged import pallas_kernels as ops
-from jpaged.bench.kernel_cases.attention import Setting, calls_and_work
+from jpaged.bench.kernel_cases.attention import Setting, attention_case, calls_and_work
 from jpaged.bench.kernel_cases.case import Built, Case, normal
 
 
@@ -45,12 +46,14 @@ def contiguous_case(lens: np.ndarray, queries: np.ndarray | None, s: Setting, ba
     return program, (q, kv, stretches, jnp.asarray(lens, jnp.int32), chunks), calls, work
 
 
-def cases() -> Iterator[Case]:
-    def case(name: str, unit: str, lens: np.ndarray, queries: np.ndarray | None) -> Case:
-        return Case(f"cuDNN {name}, contiguous", unit, None, partial(contiguous_case, lens, queries, Setting()))
+def cases(backend: str | None) -> Iterator[Case]:
+    def both(name: str, unit: str, lens: np.ndarray, queries: np.ndarray | None) -> Iterator[Case]:
+        yield Case(f"cuDNN {name}, contiguous", unit, None, partial(contiguous_case, lens, queries, Setting()))
+        ours = partial(attention_case, lens, queries, Setting(), backend, is_contiguous=True)
+        yield Case(f"{name}, contiguous", unit, None, ours)
 
     for rows, length in ((64, 4096), (256, 1024), (8, 16_384), (32, 1024)):
-        yield case(f"decode {rows} x {length:,}", "GB/s", np.full(rows, length), None)
+        yield from both(f"decode {rows} x {length:,}", "GB/s", np.full(rows, length), None)
     whole = np.array([16_384])
-    yield case("prefill 1 x 16,384", "TFLOP/s", whole, whole)
-    yield case("chunk of 2,048 on a 14,336 prefix", "TFLOP/s", whole, np.array([2048]))
+    yield from both("prefill 1 x 16,384", "TFLOP/s", whole, whole)
+    yield from both("chunk of 2,048 on a 14,336 prefix", "TFLOP/s", whole, np.array([2048]))

@@ -1,4 +1,4 @@
-"""Products of linear layers in few bits, rows rounded to FP8 for them, and products of few rows with norm and sum."""
+"""Products of linear layers in few bits, and rows rounded to FP8 for them."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -104,49 +104,12 @@ def rounding_case(what: str, rows: int, backend: str | None) -> Built:
     return program, ([drawn(2 * i) for i in range(copies)], scale), copies, float(moved)
 
 
-_FEW_ROWS = {"norm, qkv": (2048, 5120), "o, residual": (4096, 2048), "norm, router": (2048, 128)}
-"""Inputs and outputs of Qwen3-30B-A3B's, by what is done together."""
-
-
-def few_rows_case(what: str, rows: int, backend: str | None) -> Built:
-    """Such a product with what stands before or behind it, with many matrices, one after the other; its work are the
-    bytes of a matrix."""
-    depth, columns = _FEW_ROWS[what]
-    copies = max(2, min(64, -(-L2_BYTES // (depth * columns * 2))))
-    weights = [normal(i, (depth, columns), jnp.bfloat16) for i in range(copies)]
-    x, residual = normal(100, (rows, depth), jnp.bfloat16), normal(101, (rows, columns), jnp.bfloat16)
-    scale = jnp.full((depth,), 1.1, jnp.bfloat16)
-    product: Callable[..., Any] = partial(ops.few_rows_product, backend=backend)
-
-    @jax.jit
-    def program(x: jax.Array, weights: list[jax.Array], scale: jax.Array, residual: jax.Array) -> list[Any]:
-        made: list[Any] = []
-        for w in weights:
-            # All results are the program's, and each waits for the one before: none is left out, none runs beside it.
-            given, made[-1:] = lax.optimization_barrier((x, made[-1:]))
-            if what == "o, residual":
-                made.append(product(given, w, residual=residual))
-            elif what == "norm, qkv":
-                made.append(product(given, w, norm=scale, norm_eps=1e-6))
-            else:
-                options = {"dtype": jnp.float32, "gives_normed": True}
-                made.append(product(given, w, norm=scale, norm_eps=1e-6, **options))
-        return made
-
-    return program, (x, weights, scale, residual), copies, 2.0 * depth * columns
-
-
 def cases(backend: str | None) -> Iterator[Case]:
     for what in _ROUNDED:
         for rows in (8, 32, 256, 8192):
             floor = rounding_bytes(what, rows) / CARD_BYTES_S * 1e6
             name = f"round rows, {what}, {rows:,} rows (floor {floor:.1f} us)"
             yield Case(name, "us", None, partial(rounding_case, what, rows, backend))
-    for what, (inputs, outputs) in _FEW_ROWS.items():
-        floor = 2 * inputs * outputs / CARD_BYTES_S * 1e6
-        yield Case(
-            f"few rows: {what}, 8 rows (floor {floor:.1f} us)", "us", None, partial(few_rows_case, what, 8, backend)
-        )
     for layer, (width, depth) in PRODUCTS.items():
         for rows in (1, 8, 32, 64, 256, 512, 8192):
             for form in _BITS:

@@ -16,12 +16,12 @@ import numpy as np
 
 from jpaged.api.errors import EngineDeadError
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
-from jpaged.bench.answered_step import AnsweredStep
+from jpaged.bench.answered_step import AnsweredStep, DeviceSequences
 from jpaged.bench.memory.reservation import ReservationPool
 from jpaged.bench.memory.setups import Setup, StepTime
 from jpaged.bench.memory.traces import TraceRequest
 from jpaged.engine.config import SchedulerConfig
-from jpaged.engine.interface import NO_TOKEN, FinishCode, StepPlan, StepResult
+from jpaged.engine.interface import StepPlan
 from jpaged.engine.scheduler.scheduler import Scheduler
 from jpaged.engine.sequences.request import Request
 
@@ -110,29 +110,18 @@ class SimulatedDevice:
         self.clock_s = 0.0
         self.step_s = 0.0
         self._step_time = step_time
-        self._lengths = np.zeros((config.max_num_seqs,), np.int64)
-        self._limits = np.zeros((config.max_num_seqs,), np.int64)
+        self._sequences = DeviceSequences(config.max_num_seqs)
         self._num_sampled = 0
 
     def execute(self, plan: StepPlan) -> AnsweredStep:
-        for start in plan.starts:
-            self._lengths[start.slot] = len(start.token_ids)
-            self._limits[start.slot] = start.max_len
-        rows = plan.decode_slots
-        samples = np.ones((plan.num_rows,), np.bool_)
-        prompt_tokens = 0
-        if plan.chunks:
-            rows = np.concatenate([rows, np.array([chunk.slot for chunk in plan.chunks], np.int32)])
-            samples[len(plan.decode_slots) :] = [chunk.samples for chunk in plan.chunks]
-            prompt_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
-        context = int(self._lengths[plan.decode_slots].sum())
+        rows, samples = self._sequences.begin(plan)
+        prompt_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
+        context = int(self._sequences.lengths[plan.decode_slots].sum())
         self.step_s = self._step_time(plan.num_rows, context, prompt_tokens)
         self.clock_s += self.step_s
-        self._lengths[rows] += samples
-        codes = ((self._lengths[rows] == self._limits[rows]) & samples).astype(np.uint8) * np.uint8(FinishCode.LENGTH)
-        tokens = (np.arange(self._num_sampled, self._num_sampled + len(rows)) % _VOCAB_SIZE).astype(np.int32)
+        tokens = np.arange(self._num_sampled, self._num_sampled + len(rows)) % _VOCAB_SIZE
         self._num_sampled += len(rows)
-        return AnsweredStep(StepResult(np.where(samples, tokens, NO_TOKEN).astype(np.int32)[:, None], codes))
+        return self._sequences.answer(rows, samples, tokens)
 
 
 def make_scheduler(setup: Setup, serving: Serving) -> Scheduler:

@@ -62,12 +62,14 @@ class Taken(NamedTuple):
     ended: sequences that are over.
     before: known tokens, by slot, that are to be reported before those of this result.
     num_held: tokens of the other rows that `collect` may bring later.
+    stopped: some of `rows`, whose tokens stop their sequences though the device does not know it.
     """
 
     rows: np.ndarray
     ended: list[Ended]
     before: dict[int, list[int]] = {}  # noqa: RUF012  # never written to
     num_held: int = 0
+    stopped: Sequence[int] = ()
 
 
 class Confirmed(NamedTuple):
@@ -177,6 +179,11 @@ class DependentRows(ABC):
         become ready at any time, and decode rows are never left out of a step for want of budget.
         """
         return int(np.count_nonzero(self._slots.kind == self.number)) * self.most_tokens
+
+    @property
+    def run_ahead(self) -> bool:
+        """Whether rows that are planned now want a place for one token more than they compute (`run_ahead.py`)."""
+        return False
 
     def rows(self) -> np.ndarray:
         """The slots that can be planned now, int64 [r]. Asked more than once for a plan."""
@@ -298,6 +305,11 @@ class Dependents:
         found = {number: kind.rows() for number, kind in self._kinds.items()}
         return {number: rows for number, rows in found.items() if len(rows)}
 
+    @property
+    def run_ahead(self) -> bool:
+        """As `DependentRows.run_ahead`."""
+        return bool(self._kind_of) and any(kind.run_ahead for kind in self._kinds.values())
+
     def most_tokens(self, kinds: Iterable[int]) -> int:
         """The most tokens that rows of all these kinds can take of one result."""
         return min(self._kinds[number].most_tokens for number in kinds)
@@ -338,13 +350,15 @@ class Dependents:
         ordinary, ended = [rows[~np.isin(kind_of_row, list(awaited))]], []
         before: dict[int, list[int]] = {}
         num_held = 0
+        stopped: list[int] = []
         for number in sorted(awaited):
             taken = self._kinds[number].take(step_id, slots, rows[kind_of_row == number], result)
             ordinary.append(taken.rows)
             ended += taken.ended
             before |= taken.before
             num_held += taken.num_held
-        return Taken(np.concatenate(ordinary), ended, before, num_held)
+            stopped += taken.stopped
+        return Taken(np.concatenate(ordinary), ended, before, num_held, stopped)
 
     def wait(self) -> bool:
         """As `DependentRows.wait`, of the first kind that will have rows."""

@@ -33,20 +33,24 @@ A slot that lost its last token computes the token before it again, into the pla
 with recurrent states cannot go back, so models with them do not guess. `jpaged/text/guides.py` decides where a guess is
 worth it.
 
-More than 64 constrained rows run in two halves: while one half's step runs, the masks of the other half are made.
+Rows that run alone are computed before their masks are known (`run_ahead.py`). Where they cannot be, more than 64 run
+in two halves: while one half's step runs, the masks of the other half are made.
 """
 
 import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import cast
 
 import numpy as np
 
-from jpaged.engine.constraints.batch_gate import BatchGate, are_enough, gain_by_chunks, most_together
+from jpaged.engine.constraints.batch_gate import BatchGate, are_enough, gain_by_chunks, is_in_halves, most_together
 from jpaged.engine.constraints.constrained_sequence import ANY, AllowedGuess, ConstrainedSequence, HeldGuess, places_of
 from jpaged.engine.constraints.dependent_rows import Confirmed, DependentRows, Ended, Taken
 from jpaged.engine.constraints.following import Grammar, Grammars, Job, Place, Result
+from jpaged.engine.constraints.run_ahead import RunAhead
+from jpaged.engine.constraints.sent_masks import SentMasks
 from jpaged.engine.interface import NO_TOKEN, FinishCode, SamplingVariant, StepResult
 from jpaged.engine.kv.block_manager import BlockManager
 from jpaged.engine.plan_in_progress import PlanInProgress
@@ -54,6 +58,7 @@ from jpaged.engine.sequences.group import SequenceGroup
 from jpaged.engine.sequences.request import Group, Request
 from jpaged.engine.sequences.slots import Slots
 
+_RUNNING = int(FinishCode.RUNNING)
 _NO_SLOTS = np.zeros((0,), np.int64)
 _WAIT_S = 0.0002
 """The longest wait for a mask or a grammar before the engine looks for new requests."""
@@ -63,11 +68,18 @@ class ConstrainedRows(DependentRows):
     """Keeps the masks of constrained sequences and appends what their grammars force.
 
     grammars: compiles constraints and follows them. guesses: whether rows may run without their masks; not where layers
-    keep states of sequences.
+    keep states of sequences. runs_ahead: whether rows may be computed before their masks are known; neither there, nor
+    where the memory of blocks comes and goes.
     """
 
     def __init__(
-        self, number: int, slots: Slots, blocks: BlockManager, grammars: Grammars, guesses: bool = False
+        self,
+        number: int,
+        slots: Slots,
+        blocks: BlockManager,
+        grammars: Grammars,
+        guesses: bool = False,
+        runs_ahead: bool = False,
     ) -> None:
         super().__init__(number, slots, blocks)
         num_slots = len(slots.requests)
@@ -78,20 +90,20 @@ class ConstrainedRows(DependentRows):
         self._sequences: dict[Request, ConstrainedSequence] = {}
         self._by_slot: list[ConstrainedSequence | None] = [None] * num_slots
         self._masks: list[np.ndarray | None] = [None] * num_slots  # what each slot's next token must keep to
-        self._sent: list[np.ndarray | None] = [None] * num_slots  # what the device has
-        self._is_open = [False] * num_slots  # under that mask a row guesses: its token need not be allowed
+        self._device = SentMasks(num_slots)
         self._is_catching_up = np.zeros((num_slots,), np.bool_)  # forced tokens are being computed
         self._in_making: set[int] = set()  # slots whose last token the maker has, or whose mask it makes
         self._held: dict[int, HeldGuess] = {}  # guesses that it checks, by slot
         self._confirmed: dict[int, AllowedGuess] = {}  # those that are allowed, but not stored yet
-        self._refused: set[int] = set()  # slots that are to go back by a token on the device, too
-        self._replaced: dict[int, int] = {}  # last tokens of slots that the device has others for
         self._come: list[int] = []  # slots whose masks have come, but which are not ready yet
         self._planned = np.zeros((0,), np.int64)
         self._has_failed = False
         self._has_taken = False  # something has come from the maker since `collect`
         self._keeps_back = False  # rows that are ready wait for others
         self._gate = BatchGate()
+        self._runs_ahead = runs_ahead and not slots.has_windows
+        self._ahead = RunAhead(number, slots, blocks)
+        self._has_chunks = False  # forced tokens are to be computed in the next plan
 
     def group_of(self, request: Request) -> SequenceGroup | None:
         """The group of a request with structured_outputs, which begin to be compiled."""
@@ -134,6 +146,7 @@ class ConstrainedRows(DependentRows):
                     skips=member.variant < SamplingVariant.FULL,
                     stops=frozenset(member.stop_token_ids),
                     max_len=member.max_len,
+                    early_ends=frozenset(member.eos_token_ids if sampling.min_tokens else ()),
                 )
                 self._sequences[member] = sequence
                 self._follow(sequence, member.output_token_ids)
@@ -194,11 +207,11 @@ class ConstrainedRows(DependentRows):
         slot = request.slot
         if slot in self._come:
             self._come.remove(slot)
-        self._refused.discard(slot)
-        self._replaced.pop(slot, None)
         self._by_slot[slot] = None
         self._is_catching_up[slot] = False
-        self._masks[slot] = self._sent[slot] = None
+        self._masks[slot] = None
+        self._device.left(slot)
+        self._ahead.left(slot)
 
     def forgotten(self, group: Group) -> None:
         """All sequences of a request have ended."""
@@ -231,7 +244,8 @@ class ConstrainedRows(DependentRows):
         )
 
     def settle(self) -> None:
-        """Waits until no guess is to be checked."""
+        """Waits until no guess is to be checked. What was computed ahead is not counted on."""
+        self._ahead.forget()
         while self._held:
             self._take_all(waits=True)
 
@@ -239,13 +253,15 @@ class ConstrainedRows(DependentRows):
         """Rows whose masks have come, or who guess, are ready. Returns the sequences whose forced tokens are to be
         computed.
         """
-        self._keeps_back = self._gate.should_wait(num_queued, self._num_here, self._num_all, self._are_enough())
+        is_halved, are_enough = is_in_halves(self._num_all, self.run_ahead), self._are_enough()
+        self._keeps_back = self._gate.should_wait(num_queued, self._num_here, is_halved, are_enough)
         if self._keeps_back:
             return []
         come, self._come = self._come, []
         catching_up, ready = [], []
         sequences = [sequence for slot in come if (sequence := self._by_slot[slot]) is not None]
-        appends = gain_by_chunks(sum(len(sequence.forced) for sequence in sequences), len(sequences))
+        num_forced, is_ahead = sum(len(sequence.forced) for sequence in sequences), self._ahead.has_computed
+        appends = gain_by_chunks(num_forced, len(sequences), is_ahead)
         for slot in come:
             sequence, request = self._by_slot[slot], self._slots.requests[slot]
             if sequence is None or request is None or sequence.failure:
@@ -257,6 +273,7 @@ class ConstrainedRows(DependentRows):
             self._set_mask(slot, sequence)
         if ready:
             self.made_ready(np.array(ready, np.int64))
+        self._has_chunks = bool(catching_up) or num_queued is None
         return catching_up
 
     @property
@@ -270,14 +287,22 @@ class ConstrainedRows(DependentRows):
 
     def _are_enough(self) -> bool:
         """Whether a step of the rows that could run now is worth its while, or no others are to come."""
-        return not self._in_making or are_enough(self._num_here, self._num_all)
+        return not self._in_making or are_enough(self._num_here, self._num_all, self.run_ahead)
 
     def rows(self) -> np.ndarray:
-        """The slots whose masks are there; of more than half of all constrained rows, a half."""
+        """The slots whose masks are there. Of those that the device has computed ahead, if there are any, only these;
+        where nothing is computed ahead and rows run in halves, at most half of all constrained rows.
+        """
         if self._keeps_back:
             return _NO_SLOTS
         ready = np.flatnonzero(self._is_ready)
-        return ready[: most_together(self._num_all)]
+        if self._runs_ahead and not self._has_chunks and len(computed := self._ahead.computed(ready)):
+            return computed
+        return ready if self.run_ahead else ready[: most_together(self._num_all)]
+
+    @property
+    def run_ahead(self) -> bool:
+        return self._runs_ahead and self._ahead.is_worthwhile
 
     def planned(self, step_id: int, rows: np.ndarray) -> None:
         super().planned(step_id, rows)
@@ -285,26 +310,35 @@ class ConstrainedRows(DependentRows):
         self._gate.reset()
 
     def contribute(self, plan: PlanInProgress) -> None:
-        """Adds the masks that the device does not have yet, of the rows that sample in this plan."""
+        """Adds the masks that the device does not have yet, of the rows that sample in this plan, and what it computes
+        ahead.
+        """
         rows, self._planned = self._planned, self._planned[:0]
-        replaced, masks, sent = self._replaced, self._masks, self._sent
-        chunks = [
-            c.slot for c in plan.chunks if self._by_slot[c.slot] is not None and (c.samples or c.slot in replaced)
+        ahead, is_further, device = self._ahead, self._ahead.is_further, self._device
+        own = [chunk for chunk in plan.chunks if self._by_slot[chunk.slot] is not None]
+        are_computed = bool(len(rows)) and len(rows) == len(ahead.computed(rows))
+        plan.has_run_ahead = are_computed and not plan.chunks and self.run_ahead
+        computed, token_ids = self._slots.num_computed, self._slots.token_ids
+        # Each slot's last token that is not computed, by place; and whether the device has computed it, in vain.
+        lasts = [
+            (slot, int(computed[slot]) - 1, 0 if plan.has_run_ahead else int(is_further[slot]))
+            for slot in rows.tolist()
         ]
-        for slot in (*rows.tolist(), *chunks):
-            mask = masks[slot]
-            if mask is None or (mask is sent[slot] and slot not in replaced):
-                continue
-            sent[slot] = mask
-            self._is_open[slot] = mask.dtype == np.int32 and bool(mask[0] == NO_TOKEN)
-            plan.mask_slots.append(slot)
-            plan.masks.append(mask)
-            goes_back = slot in self._refused
-            if goes_back:
-                self._refused.remove(slot)
-            token = int(self._slots.known(slot)[-1]) if goes_back else replaced.pop(slot, NO_TOKEN)
-            plan.mask_tokens.append(token)
-            plan.mask_backs.append(goes_back)
+        lasts += [
+            (chunk.slot, chunk.start, int(is_further[chunk.slot]))
+            for chunk in own
+            if chunk.samples or chunk.slot in device.replaced or is_further[chunk.slot]
+        ]
+        if self._runs_ahead:
+            sampling = np.array([chunk.slot for chunk in own if chunk.samples], np.int64)
+            waiting, late = np.flatnonzero(self._is_ready), np.array(sorted(self._in_making), np.int64)
+            again = ahead.plan(plan, np.concatenate([rows, sampling]), waiting, late)
+            lasts += [(slot, int(computed[slot]), int(is_further[slot])) for slot in again]
+        for slot, last, num_further in lasts:
+            mask = ANY if slot in self._in_making else self._masks[slot]  # sampled under once its own is there
+            device.send(plan, slot, mask, int(token_ids[slot, last]), num_further)
+        is_further[[slot for slot, _, _ in lasts]] = False
+        is_further[plan.run_ahead] = True
 
     def variant(self, others: SamplingVariant) -> SamplingVariant:
         """A program that applies masks."""
@@ -313,43 +347,58 @@ class ConstrainedRows(DependentRows):
     def take(self, step_id: int, slots: np.ndarray, rows: np.ndarray, result: StepResult) -> Taken:
         """Hands the tokens of sequences that go on to the maker, and those that were guessed, which are held back."""
         before: dict[int, list[int]] = {}
-        job = Job([], [], result.token_ids, [], [], [])
-        asked: list[int] = []
-        is_told = np.ones((len(rows),), np.bool_)
-        own = slots[rows]
-        tokens = (result.token_ids if result.ranked is None else result.ranked)[rows]
-        listed, lengths = tokens.tolist(), self._slots.num_known[own].tolist()
-        for i, (slot, code) in enumerate(zip(own.tolist(), result.finish_codes[rows].tolist(), strict=True)):
-            sequence = self._by_slot[slot]
-            assert sequence is not None
-            if self._is_open[slot]:
-                is_told[i] = False
-                is_full = lengths[i] + 1 >= sequence.max_len
-                self._held[slot] = HeldGuess(listed[i], code, is_full)
-                job.last.append(-1 if is_full else places_of(sequence.stops, listed[i]))
-                job.guessed.append(True)
-                job.before.append(None)
+        own, codes = slots[rows].tolist(), result.finish_codes[rows].tolist()
+        if np.count_nonzero(result.finish_codes):
+            self._ahead.left(slots[rows[result.finish_codes[rows] != _RUNNING]])
+        by_slot = cast("list[ConstrainedSequence]", self._by_slot)  # each of these has a sequence
+        guessed = [i for i, slot in enumerate(own) if self._device.is_open[slot]]
+        asked, stopped = [], []
+        for i, (slot, code) in enumerate(zip(own, codes, strict=True)):
+            if self._device.is_open[slot]:
+                continue
+            sequence = by_slot[slot]
+            if sequence.unreported:
+                before[slot], sequence.unreported = sequence.unreported, []
+            # Before `min_tokens` an end is sampled only where the grammar allows nothing else.
+            if sequence.early_ends and int(result.token_ids[rows[i], 0]) in sequence.early_ends:
+                if code != FinishCode.STOP:
+                    stopped.append(int(rows[i]))
+                continue
+            if code != _RUNNING:
+                continue
+            if sequence.forced:
+                sequence.forced.popleft()
+                self._come.append(slot)
             else:
-                if sequence.unreported:
-                    before[slot], sequence.unreported = sequence.unreported, []
-                if code != FinishCode.RUNNING:
-                    continue
-                if sequence.forced:
-                    sequence.forced.popleft()
-                    self._come.append(slot)
-                    continue
-                job.last.append(0)
-                job.guessed.append(False)
-                job.before.append(sequence.mask)
-            job.slots.append(slot)
-            job.guides.append(sequence.guide)
-            asked.append(i)
-        if asked:
+                asked.append(i)
+        tokens = (result.token_ids if result.ranked is None else result.ranked)[rows]
+        last = self._hold(own, codes, tokens, guessed) + [0] * len(asked)
+        told = np.ones((len(rows),), np.bool_)
+        told[guessed] = False
+        if guessed or asked:
             if result.ranked is not None:  # rows that truncate rank nothing
                 tokens[:, 0] = result.token_ids[rows, 0]
-            self._in_making.update(job.slots)
-            self._maker.put(job._replace(tokens=tokens[asked]))
-        return Taken(rows[is_told], [], before, num_held=len(rows) - int(np.count_nonzero(is_told)))
+            masks = [None] * len(guessed) + [by_slot[own[i]].mask for i in asked]
+            are_guessed = [True] * len(guessed) + [False] * len(asked)
+            asked = guessed + asked
+            asked_slots = [own[i] for i in asked]
+            self._in_making.update(asked_slots)
+            guides = [by_slot[slot].guide for slot in asked_slots]
+            self._maker.put(Job(asked_slots, guides, tokens[asked], are_guessed, last, masks))
+        return Taken(rows[told], [], before, len(guessed), stopped)
+
+    def _hold(self, own: list[int], codes: list[int], tokens: np.ndarray, guessed: list[int]) -> list[int]:
+        """Holds back what these rows have guessed. Returns `Job.last` of each. own, codes, tokens: of all rows."""
+        listed = tokens[guessed].tolist()
+        lengths = (self._slots.num_known[[own[i] for i in guessed]] + 1).tolist() if guessed else []
+        last = []
+        for i, of_row, length in zip(guessed, listed, lengths, strict=True):
+            sequence = self._by_slot[own[i]]
+            assert sequence is not None
+            is_full = length >= sequence.max_len
+            self._held[own[i]] = HeldGuess(of_row, codes[i], is_full)
+            last.append(-1 if is_full else places_of(sequence.stops, of_row))
+        return last
 
     def failed(self) -> list[tuple[Ended, list[int]]]:
         """Sequences whose grammars could not be followed further, since the last call."""
@@ -426,7 +475,8 @@ class ConstrainedRows(DependentRows):
             sequence.forced.extend(place.forced)
         elif place.is_refused:
             self._slots.take_back(slot)
-            self._refused.add(slot)
+            self._device.refused.add(slot)
+            self._ahead.changed(slot)
         else:
             if place.forced:
                 sequence.forced.extend(place.forced)
@@ -449,7 +499,8 @@ class ConstrainedRows(DependentRows):
             return AllowedGuess(token, FinishCode.STOP, held.code == FinishCode.RUNNING)
         if held.is_full:
             return AllowedGuess(token, FinishCode.LENGTH, False)
-        self._replaced[slot] = token
+        self._device.replaced.add(slot)
+        self._ahead.changed(slot)
         return AllowedGuess(token, FinishCode.RUNNING, False)
 
     def _append_forced(self, slot: int, sequence: ConstrainedSequence, request: Request) -> bool:

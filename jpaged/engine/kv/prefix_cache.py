@@ -26,13 +26,14 @@ later, even in the same plan, reads what was written.
 
 import hashlib
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import numpy as np
 
 from jpaged.api.errors import EngineDeadError
 from jpaged.engine.interface import NULL_BLOCK, HostCopy
 from jpaged.engine.kv.host_tier import HostTier, NamedBlock
+from jpaged.engine.kv.snapshots import StateSnapshots
 
 ON_HOST = -1
 """Stands in `PrefixCache.match` for a block that is in host memory only."""
@@ -114,8 +115,10 @@ class PrefixCache:
 
     step_id: the step being planned; set by the scheduler.
     host: where blocks go that the pool reuses; None where they are just forgotten.
+    snapshots: of states behind blocks, where layers keep states; None where none do.
     num_queried_tokens, num_hit_tokens: counted by the scheduler through `count`, once per request.
     num_host_hit_tokens: of the hits, those in host memory.
+    num_stateless_tokens: likewise; tokens that were here, but computed anew, since no snapshot stood behind them.
     """
 
     def __init__(self, num_blocks: int, block_size: int, windows: tuple[int | None, ...] = (None,)) -> None:
@@ -137,14 +140,21 @@ class PrefixCache:
         self._prompts = _RecentPrompts(block_size)
         self.step_id = 0
         self.host: HostTier | None = None
+        self.snapshots: StateSnapshots | None = None
         self.num_registrations = 0
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self.num_host_hit_tokens = 0
+        self.num_stateless_tokens = 0
 
     def __len__(self) -> int:
         """Blocks that can be hit."""
         return len(self._block_of)
+
+    @property
+    def names(self) -> Container[bytes]:
+        """Of the blocks that can be hit; one of the first cache group is its digest."""
+        return self._block_of.keys()
 
     def are_named(self, block_ids: np.ndarray) -> np.ndarray:
         """Which of these blocks a prefix could hit, bool [n]."""
@@ -200,6 +210,23 @@ class PrefixCache:
         if len(found) == 1 and self._windows[0] is None:
             return found[0][None]
         return self._longest_of_all(np.stack([of_group[:most] for of_group in found]))
+
+    def match_with_state(
+        self, digests: list[bytes], token_ids: np.ndarray, num_blocks: int, salt: str | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As `match`, for a sequence whose layers keep states: the longest beginning with a snapshot behind it.
+
+        Returns: its block ids, and those that `match` finds.
+        """
+        found = matched = self.match(digests, token_ids, num_blocks, salt)
+        while self.snapshots is not None:
+            longest = self.snapshots.deepest(digests[: found.shape[1]])
+            if longest == found.shape[1]:
+                break
+            if not longest or all(window is None for window in self._windows):
+                return found[:, :longest], matched
+            found = self.match(digests, token_ids, longest, salt)  # a window needs the blocks before another end
+        return found, matched
 
     def _find(
         self,
@@ -388,6 +415,8 @@ class PrefixCache:
             digest = self._digests[block_id]
             if digest is not None:
                 del self._block_of[digest]
+                if self.snapshots is not None:
+                    self.snapshots.forget(digest)
                 following = self._following[block_id]
                 if self._parents[following] == digest:  # rarely: as a rule it has been reused before
                     self._file(following)
@@ -398,8 +427,9 @@ class PrefixCache:
         """Drops every name; the statistics go on."""
         self.forget(np.flatnonzero(self._registered))
 
-    def count(self, queried_tokens: int, hit_tokens: int, host_hit_tokens: int) -> None:
+    def count(self, queried_tokens: int, hit_tokens: int, host_hit_tokens: int, stateless_tokens: int) -> None:
         """Adds an admitted request to the hit statistics."""
+        self.num_stateless_tokens += stateless_tokens
         self.num_queried_tokens += queried_tokens
         self.num_hit_tokens += hit_tokens
         self.num_host_hit_tokens += host_hit_tokens
@@ -414,6 +444,8 @@ class PrefixCache:
         unfound = held.keys() - filed.keys() - noted
         if named != held or len(named) != len(self._block_of) or filed != kept or unfound:
             raise EngineDeadError("The prefix cache's names and blocks do not correspond.")
+        if self.snapshots is not None:
+            self.snapshots.check_integrity(self._block_of)
 
     def _file(self, block_id: int) -> None:
         """Files a block that is not noted with its parent. It stays filed when it is forgotten, which happens in the

@@ -59,7 +59,7 @@ class Admission(SchedulerPart):
         if self._slots.num_free <= len(siblings) + len(others) and self._slots.num_used:
             return []
         token_ids = request.known_token_ids()
-        hits = self._prefix_hits(request, token_ids)
+        hits, matched = self._prefix_match(request, token_ids)
         num_hits = hits.shape[1]
         in_pool = hits[hits > NULL_BLOCK] if num_hits else NO_BLOCKS
         num_entries = pool.blocks_to_admit(len(token_ids), request.prompt_len, request.max_len)
@@ -77,6 +77,8 @@ class Admission(SchedulerPart):
         num_of_part = pool.num_unreferenced(part) + (self._num_windowed if num_part else 0)
         if num_needed + num_of_part > self._blocks.num_available:
             part, num_part = NO_BLOCKS, 0
+        if matched is not hits:  # a state is to be kept behind them, for others to hit
+            pool.touch(matched[:, num_hits:].reshape(-1))
         pool.share(part)  # before anything is allocated, or it might be reused
         slot = self._foresight.slot_for(request, num_hits, num_entries)
         tables = self._tables(plan, request, token_ids, hits, num_entries, slot)
@@ -89,6 +91,12 @@ class Admission(SchedulerPart):
         num_held = held if self._num_windowed else num_entries
         self._acquire(plan, request, token_ids, tables, num_computed, num_held, slot)
         self._blocks.reserve(request.slot, num_reserved)
+        if self._snapshots is not None:
+            if num_hits:
+                snapshot = self._snapshots.load(request.block_digests[num_hits - 1])
+                plan.state_loads.append((snapshot, request.slot))
+            last = self._num_reusable(request, len(token_ids))
+            request.snapshot_stops = self._snapshots.stops(num_hits, matched.shape[1], last)
         for sibling in siblings:
             self._slots.acquire(sibling, plan.step_id, NO_BLOCKS, NO_BLOCKS, 0)
             sibling.status = RequestStatus.RUNNING
@@ -98,7 +106,8 @@ class Admission(SchedulerPart):
             request.num_cached_tokens = num_computed
             if cache is not None:
                 of_host = int(np.count_nonzero((hits == ON_HOST).any(axis=0))) if num_on_host else 0
-                cache.count(request.prompt_len, num_computed, of_host * size)
+                stateless = (matched.shape[1] - num_hits) * size
+                cache.count(request.prompt_len, num_computed, of_host * size, stateless)
         request.status = RequestStatus.RUNNING
         request.num_registered_blocks = num_hits
         return [request]
@@ -221,7 +230,7 @@ class Admission(SchedulerPart):
         many of its tokens are the same. With less than half a block, copying would cost more than computing them.
         """
         cache, size = self._pool.cache, self._config.block_size
-        if cache is None:
+        if cache is None or self._snapshots is not None:  # no state stands in the middle of a block
             return NO_BLOCKS, 0
         first, stop = num_hits * size, request.num_skippable_tokens(len(token_ids))
         parent = request.block_digests[num_hits - 1] if num_hits else root_digest(request.cache_salt)

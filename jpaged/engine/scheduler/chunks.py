@@ -1,6 +1,7 @@
 """The part of a plan that computes prompts, and what preempted sequences compute again, chunk by chunk.
 
 plan_one    a chunk of one sequence's known tokens; its full blocks get their names
+a halt      where layers keep states, a chunk may end early, with a block, for a snapshot of them (`kv/snapshots.py`)
 the last    the step that computes the last known token samples the next one. The siblings of the sequence are
             forked in that step and sample beside it, and all decode from the next step on
 """
@@ -38,7 +39,8 @@ class Chunks(SchedulerPart):
         slots, slot = self._slots, request.slot
         siblings = request.group.siblings_to_fork
         start, known = int(slots.num_computed[slot]), int(slots.num_known[slot])
-        stop = self._blocks.reach(slot, min(known, start + plan.budget))
+        halt = next((at for at in request.snapshot_stops if at > start), known)
+        stop = self._blocks.reach(slot, min(known, start + plan.budget, halt))
         if stop == start:  # what it waits for is shared by others, who give it back when they have gone on
             self._tenants.prefilling.append(request)
             return
@@ -73,10 +75,22 @@ class Chunks(SchedulerPart):
             plan.table_updates.append(updates)
         slots.compute_up_to(slot, stop)
         self._tenants.register(request, stop)
+        if stop in request.snapshot_stops:
+            self._save_state(plan, request, stop // self._config.block_size)
         if stop < known:
             self._tenants.prefilling.append(request)
         else:
             self._end_prefill(plan, request, siblings)
+
+    def _save_state(self, plan: PlanInProgress, request: Request, num_blocks: int) -> None:
+        """Keeps a copy of a sequence's states as they are when it has computed so many blocks, in this step."""
+        cache, snapshots = self._pool.cache, self._snapshots
+        if cache is None or snapshots is None or request.num_registered_blocks < num_blocks:
+            return
+        digest = request.block_digests[num_blocks - 1]
+        snapshot = snapshots.save(digest) if digest in cache.names else None
+        if snapshot is not None:
+            plan.state_saves.append((request.slot, snapshot))
 
     def _tail(self, request: Request, siblings: list[Request]) -> int:
         """Tokens of its budget that the step which ends a prompt keeps for the rows that go on from there, besides the

@@ -41,6 +41,7 @@ class Inspection(SchedulerPart):
             prefix_cache_queries=pool.cache.num_queried_tokens if pool.cache is not None else 0,
             prefix_cache_hits=pool.cache.num_hit_tokens if pool.cache is not None else 0,
             prefix_cache_host_hits=pool.cache.num_host_hit_tokens if pool.cache is not None else 0,
+            prefix_cache_state_misses=pool.cache.num_stateless_tokens if pool.cache is not None else 0,
             num_blocks=pool.capacity,
             num_used_blocks=pool.num_used,
             num_cached_blocks=len(pool.cache) if pool.cache is not None else 0,

@@ -41,6 +41,7 @@ import numpy as np
 from jpaged.api.errors import EngineDeadError
 from jpaged.engine.interface import SamplingVariant, StepPlan
 from jpaged.engine.kv.block_manager import Growth
+from jpaged.engine.kv.snapshots import StateSnapshots
 from jpaged.engine.plan_in_progress import PlanInProgress
 from jpaged.engine.scheduler.chunks import Chunks
 from jpaged.engine.scheduler.foresight import Foresight
@@ -48,9 +49,11 @@ from jpaged.engine.scheduler.preemption import Preemption
 from jpaged.engine.scheduler.state import SchedulerPart, SchedulerState
 from jpaged.engine.scheduler.tenants import Tenants
 from jpaged.engine.scheduler.waiting_requests import WaitingRequests
+from jpaged.engine.sequences.slots import ORDINARY
 
 _MOST_ABLE_FIRST = tuple(reversed(SamplingVariant))
 _NO_SLOTS, _NO_BEAMS, _NO_UPDATES = np.zeros((0,), np.int32), np.zeros((0, 3), np.int32), np.zeros((0, 4), np.int32)
+_NO_PAIRS = np.zeros((0, 2), np.int32)
 
 
 class NoPlan(Enum):
@@ -81,6 +84,8 @@ class Planner(SchedulerPart):
         """The next step, or why there is none."""
         if self._pool.cache is not None:
             self._pool.cache.step_id = self._next_step_id
+        if self._snapshots is not None:
+            self._snapshots.step_id = self._next_step_id
         while True:
             growth = self._growth_that_fits()
             step = None if growth is None else self._plan_with(growth)
@@ -108,8 +113,10 @@ class Planner(SchedulerPart):
             self._chunks.plan_running(plan)
         self._waiting_requests.admit(plan)
         # A chunk ends with one token, so its step brings one a row; the room that rows have for more stays theirs.
-        num_tokens = 1 if plan.chunks else growth.num_tokens
+        num_tokens = 1 if plan.chunks else min(growth.num_tokens, self._config.tokens_per_row)
         self._slots.advance(rows, num_tokens)
+        if self._snapshots is not None:
+            self._save_states(plan, rows, self._snapshots)
         if plan.table_updates:
             table_updates = np.concatenate([table_updates, *plan.table_updates])
         if plan.copies:
@@ -122,7 +129,7 @@ class Planner(SchedulerPart):
         if self._dependents:
             self._dependents.contribute(plan)
         num_sharing = shared_blocks = 0
-        if self._slots.shared_prefixes is not None and not plan.chunks:
+        if self._slots.shared_prefixes is not None and not plan.chunks and not plan.has_run_ahead:
             rows, num_sharing, shared_blocks = self._slots.shared_prefixes.group(rows)
         ends = self._tenants.take_ends()
         step = StepPlan(
@@ -133,13 +140,17 @@ class Planner(SchedulerPart):
             swap_outs=self._swap_space.end_plan(),
             swap_ins=tuple(plan.swap_ins),
             beams=np.array(plan.beams, np.int32) if plan.beams else _NO_BEAMS,
+            state_loads=np.array(plan.state_loads, np.int32) if plan.state_loads else _NO_PAIRS,
+            state_saves=np.array(plan.state_saves, np.int32) if plan.state_saves else _NO_PAIRS,
             mask_slots=np.array(plan.mask_slots, np.int32) if plan.mask_slots else _NO_SLOTS,
             masks=tuple(plan.masks),
             mask_tokens=np.array(plan.mask_tokens, np.int32) if plan.mask_tokens else _NO_SLOTS,
-            mask_backs=np.array(plan.mask_backs, np.bool_),
+            mask_backs=np.array(plan.mask_backs, np.int32) if plan.mask_backs else _NO_SLOTS,
             copies=copies,
             table_updates=table_updates,
             decode_slots=rows.astype(np.int32),
+            has_run_ahead=plan.has_run_ahead,
+            run_ahead=plan.run_ahead,
             num_sharing=num_sharing,
             shared_len=shared_blocks * self._config.block_size,
             chunks=tuple(plan.chunks),
@@ -150,6 +161,17 @@ class Planner(SchedulerPart):
         self.in_flight.append(step)
         return step
 
+    def _save_states(self, plan: PlanInProgress, rows: np.ndarray, snapshots: StateSnapshots) -> None:
+        """Keeps copies of the states of rows that come to the end of an interval in this step. Not of rows that wait
+        for their results: which tokens these go on from is decided later.
+        """
+        slots = self._slots
+        reach = rows[(slots.num_computed[rows] % snapshots.interval == 0) & (slots.kind[rows] == ORDINARY)]
+        for slot in reach.tolist():
+            snapshot = snapshots.hold(slot, int(slots.num_computed[slot]), int(slots.num_known[slot]))
+            if snapshot is not None:
+                plan.state_saves.append((slot, snapshot))
+
     def _growth_that_fits(self) -> Growth | None:
         """The slots that decode in this step and what they need, after preempting where more blocks are needed than
         are free.
@@ -159,6 +181,10 @@ class Planner(SchedulerPart):
         """
         if self._config.tokens_per_row > 1 and not self._tenants.prefilling:
             growth = self._growth(self._config.tokens_per_row)
+            if self._blocks.can_have(growth.num_blocks):
+                return growth
+        if self._dependents.run_ahead:
+            growth = self._blocks.growth(self._rows()[0], 2)
             if self._blocks.can_have(growth.num_blocks):
                 return growth
         growth = self._growth()
@@ -176,12 +202,16 @@ class Planner(SchedulerPart):
         """What the slots need that can decode, for so many tokens each or as many as kinds of rows among them can take:
         those slots that need no result for it, then those that are ready.
         """
-        rows = self._slots.decodable()
-        dependent = self._dependents.rows() if self._dependents else {}
+        rows, dependent = self._rows()
         if dependent:
-            rows = np.concatenate([rows, *dependent.values()])
             num_tokens = min(num_tokens, self._dependents.most_tokens(dependent))
         return self._blocks.growth(rows, num_tokens)
+
+    def _rows(self) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+        """The slots that can decode, int64 [r]; and those among them that wait for results, by kind."""
+        rows = self._slots.decodable()
+        dependent = self._dependents.rows() if self._dependents else {}
+        return np.concatenate([rows, *dependent.values()]) if dependent else rows, dependent
 
     def _variant(self, plan: PlanInProgress) -> SamplingVariant:
         """The least program that does for every running sequence, and for the kinds of rows that run in the step."""

@@ -73,8 +73,7 @@ class Preemption(SchedulerPart):
         self.preempt(members, "recompute")
         for member, block_ids in zip(members, held, strict=True):
             member.distrusts_cache = True
-            if self._pool.cache is not None:
-                self._pool.cache.drop(block_ids)
+            self._tenants.drop_cached(block_ids, member.block_digests)
 
     def _in_policy_order(self, slots: np.ndarray) -> np.ndarray:
         """Sorts slots, those that are preempted last first; the sequences of a group stand together, by index."""

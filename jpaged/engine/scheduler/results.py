@@ -5,7 +5,8 @@ so is one of a slot that the device had ended before, which comes back as NO_TOK
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,9 @@ from jpaged.engine.scheduler.tenants import Tenants
 from jpaged.engine.sequences.logprobs import store_logprobs, store_prompt_logprobs
 from jpaged.engine.sequences.request import Request
 from jpaged.engine.sequences.slots import ORDINARY
+
+_NOT_FINITE = int(FinishCode.NOT_FINITE)
+"""As an int: comparing an array with the member of the enumeration takes three times as long."""
 
 
 class RequestUpdate(NamedTuple):
@@ -48,23 +52,34 @@ class Results(SchedulerPart):
         """
         self._counters.num_shared_prefix_steps += result.read_shared_prefix
         rows_slots, owned, rows, counts = self._sampled_rows(plan, result)
-        num_prefilled = sum(len(chunk.token_ids) for chunk in plan.chunks)
+        num_prefilled = sum([len(chunk.token_ids) for chunk in plan.chunks])
         self._counters.count_step(len(rows) if counts is None else int(counts.sum()), num_prefilled)
         now, of_chunks = time.monotonic(), owned[len(plan.decode_slots) :]
         self._note_prompts(plan, result, of_chunks, now)
         updates, before = self._take_unsampled(plan, result, of_chunks), None
-        if (result.finish_codes == FinishCode.NOT_FINITE).any():
+        if np.count_nonzero(result.finish_codes) and (result.finish_codes == _NOT_FINITE).any():
             updates += self._end_not_finite(result, rows_slots, rows)
             left = self._slots.start_step[rows_slots[rows]] <= plan.step_id
             rows, counts = rows[left], None if counts is None else counts[left]
         if self._dependents.awaits(plan.step_id):
-            rows, ended, before, num_held = self._dependents.take(plan.step_id, rows_slots, rows, result)
+            rows, ended, before, num_held, stopped = self._dependents.take(plan.step_id, rows_slots, rows, result)
+            if stopped:
+                result = self._stop(stopped, rows_slots, result)
             updates += [self.end(one) for one in ended]
             self._counters.generated_tokens += sum(map(len, before.values())) - num_held
             self._counters.num_guesses += num_held
         if counts is not None:
             counts = np.count_nonzero(result.token_ids[rows] != NO_TOKEN, axis=1)
         return updates + self._take_tokens(result, rows_slots, rows, counts, now, before or {})
+
+    def _stop(self, rows: Sequence[int], rows_slots: np.ndarray, result: StepResult) -> StepResult:
+        """Has these rows' tokens stop their sequences, as the device did not. Returns the result with that."""
+        codes = result.finish_codes.copy()
+        for row in rows:
+            if codes[row] == FinishCode.RUNNING:
+                self._tenants.end_on_device(int(rows_slots[row]))
+            codes[row] = FinishCode.STOP
+        return replace(result, finish_codes=codes)
 
     def take_confirmed(self, confirmed: Confirmed) -> list[RequestUpdate]:
         """Takes in tokens that a kind of rows has held back; returns updates as `take` does."""
@@ -148,10 +163,10 @@ class Results(SchedulerPart):
             return []
         written = self._slots.blocks(request.slot).copy()
         self._counters.num_not_finite += 1
-        updates = [self.end(Ended(request, [], "error", None))]
-        if self._pool.cache is not None:
-            self._pool.cache.drop(written)
-        return updates
+        digests = request.block_digests
+        update = self.end(Ended(request, [], "error", None))
+        self._tenants.drop_cached(written, digests)
+        return [update]
 
     def _end_not_finite(self, result: StepResult, rows_slots: np.ndarray, rows: np.ndarray) -> list[RequestUpdate]:
         """Ends the requests whose logits in these rows are not finite. Their tokens mean nothing and are dropped.
@@ -203,7 +218,9 @@ class Results(SchedulerPart):
             self._store_logprobs(result.logprobs, rows_slots, rows[slots.wants_logprobs[live]], tokens)
         updates: list[RequestUpdate] = []
         running = int(FinishCode.RUNNING)
-        is_heard = slots.reports[live] | (codes[rows] != running)
+        is_heard = slots.reports[live]
+        if np.count_nonzero(codes):
+            is_heard |= codes[rows] != running
         if counts is not None:
             is_heard &= counts > 0
         if not is_heard.any():

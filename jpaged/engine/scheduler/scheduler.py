@@ -22,6 +22,7 @@ from jpaged.engine.kv.block_pool import BlockPool
 from jpaged.engine.kv.elastic import ElasticPool
 from jpaged.engine.kv.host_tier import HostTier
 from jpaged.engine.kv.pins import PinnedPrefixes
+from jpaged.engine.kv.snapshots import StateSnapshots
 from jpaged.engine.kv.swap_space import SwapSpace
 from jpaged.engine.limits import RequestLimits
 from jpaged.engine.scheduler.inspection import Inspection
@@ -70,6 +71,10 @@ class Scheduler:
         self.swap_space = SwapSpace(config.num_swap_chunks, HostTier() if config.host_prefix_cache else None)
         if self.pool.cache is not None:
             self.pool.cache.host = self.swap_space.tier
+            if config.num_state_snapshots:
+                self.pool.cache.snapshots = StateSnapshots(
+                    config.num_state_snapshots, config.block_size, config.state_snapshot_tokens
+                )
         self._seed = seed
         self._num_arrived = 0
         self._pins = PinnedPrefixes(self.pool)

@@ -48,11 +48,24 @@ class SchedulerPart:
         self._waiting = state.waiting
         self._dependents = state.dependents
         self._counters = state.counters
+        self._snapshots = None if state.pool.cache is None else state.pool.cache.snapshots
 
     def _prefix_hits(self, request: Request, token_ids: np.ndarray) -> np.ndarray:
         """Blocks in the prefix cache for the beginning of a request's known tokens, as `PrefixCache.match`."""
+        return self._prefix_match(request, token_ids)[0]
+
+    def _prefix_match(self, request: Request, token_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The same, and those that would be hits if the sequence needed no state after them."""
         cache = self._pool.cache
-        reusable = request.num_skippable_tokens(len(token_ids)) // self._config.block_size
+        reusable = self._num_reusable(request, len(token_ids))
         if cache is None or not reusable:
-            return np.zeros((len(self._config.windows), 0), np.int32)
-        return cache.match(request.block_digests, token_ids, reusable, request.cache_salt)
+            none = np.zeros((len(self._config.windows), 0), np.int32)
+            return none, none
+        if self._snapshots is not None:
+            return cache.match_with_state(request.block_digests, token_ids, reusable, request.cache_salt)
+        hits = cache.match(request.block_digests, token_ids, reusable, request.cache_salt)
+        return hits, hits
+
+    def _num_reusable(self, request: Request, num_known: int) -> int:
+        """Blocks that need not be computed, of so many known tokens, if the prefix cache has them."""
+        return request.num_skippable_tokens(num_known) // self._config.block_size

@@ -9,6 +9,8 @@ end it.
 
 import time
 
+import numpy as np
+
 from jpaged.engine.scheduler.state import SchedulerPart, SchedulerState
 from jpaged.engine.sequences.group import SequenceGroup
 from jpaged.engine.sequences.request import FinishReason, Request, RequestStatus
@@ -72,6 +74,9 @@ class Tenants(SchedulerPart):
         slots, slot = self._slots, request.slot
         known = slots.known(slot)
         self.register(request, min(int(slots.num_computed[slot]), len(known) - 1))
+        if self._snapshots is not None and self._cache is not None:
+            digests = [] if request.has_stale_blocks else request.block_digests[: request.num_registered_blocks]
+            self._snapshots.leave(slot, digests, self._cache.names)
         if not request.reports_each_token:
             request.output_token_ids = known[request.prompt_len :].tolist()
         self._blocks.free(slot)
@@ -95,10 +100,21 @@ class Tenants(SchedulerPart):
             if member.status == RequestStatus.RUNNING:
                 block_ids = self._slots.blocks(member.slot).copy()
                 self.give_up(member)
-                if reason == "error" and self._cache is not None:
-                    self._cache.drop(block_ids)
+                if reason == "error":
+                    self.drop_cached(block_ids, member.block_digests)
             if not member.finished:
                 self.end(member, reason, None)
+
+    def drop_cached(self, block_ids: np.ndarray, digests: list[bytes]) -> None:
+        """No prefix will hit the blocks that a sequence had, nor go on from a state of its own.
+
+        block_ids: int32 [n]. digests: of its tokens' blocks; equal ones of others may have the names.
+        """
+        if self._cache is not None:
+            self._cache.drop(block_ids)
+        if self._snapshots is not None:
+            for digest in digests:
+                self._snapshots.forget(digest)
 
     def end(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
         """Finishes a sequence that has no slot, or no longer."""

@@ -84,7 +84,8 @@ class Request:
         index: which of the request's sequences this is.
         group: the request's sequences; there is one from `SequenceGroup.form` on, which `Scheduler.add` calls.
         swap: where its blocks are in host memory, while it is swapped out.
-        stop_token_ids: tokens that stop it, end-of-sequence tokens included unless ignored.
+        eos_token_ids: end-of-sequence tokens that stop it: none if they are ignored.
+        stop_token_ids: tokens that stop it, those included.
         max_len: total length in tokens at which it ends; set by `Scheduler.add`.
         output_token_ids: generated tokens. Up to date at every token if `reports_each_token`, otherwise when the
             request finishes.
@@ -94,6 +95,8 @@ class Request:
         scores: of the score targets, complete when the request finishes; None for one that generates.
         pooled: float32 [hidden]; the pooled hidden states, once it has finished; None for one without `pooling`.
         finish_reason, stop_reason: as in `CompletionOutput`; None while unfinished.
+        snapshot_stops: lengths, ascending, at which the computation of its known tokens makes a halt, for a snapshot of
+            its states.
         num_cached_tokens: prompt tokens found in the prefix cache at its first admission.
         distrusts_cache: its logits were not finite behind cached blocks, so it computes all its tokens itself.
         has_stale_blocks: what is in its blocks was computed, in part, with weights that the model no longer has; no
@@ -131,8 +134,8 @@ class Request:
         self.cache_salt = checked_salt(cache_salt)
         # A constraint allows the end of sequence where it is fulfilled; with ignore_eos only where nothing can follow.
         ignores_eos = sampling.ignore_eos and sampling.structured_outputs is None
-        self._eos_token_ids = () if ignores_eos else tuple(dict.fromkeys(eos_token_ids))
-        self.stop_token_ids = tuple(dict.fromkeys((*self._eos_token_ids, *(sampling.stop_token_ids or ()))))
+        self.eos_token_ids = () if ignores_eos else tuple(dict.fromkeys(eos_token_ids))
+        self.stop_token_ids = tuple(dict.fromkeys((*self.eos_token_ids, *(sampling.stop_token_ids or ()))))
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidParameterError(
                 f"stop_token_ids and the end-of-sequence tokens come to {len(self.stop_token_ids)} tokens; at most "
@@ -182,6 +185,7 @@ class Request:
         self.stop_reason: int | str | None = None
         self.block_digests: list[bytes] = []
         self.num_registered_blocks = 0
+        self.snapshot_stops: tuple[int, ...] = ()
 
     def sibling(self, index: int) -> "Request":
         """Another sequence after the same prompt, with nothing generated yet."""
@@ -284,7 +288,7 @@ class Request:
 
     def stop_reason_of(self, token_id: int) -> int | None:
         """What `stop_reason` says when this token stopped the request: None for an end-of-sequence token."""
-        return None if token_id in self._eos_token_ids else token_id
+        return None if token_id in self.eos_token_ids else token_id
 
     def _checked_targets(self, targets: Sequence[int] | np.ndarray | None) -> np.ndarray | None:
         if targets is None:

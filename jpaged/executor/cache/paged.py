@@ -45,12 +45,13 @@ from jpaged.pallas_kernels import (
 )
 
 Pools = tuple[Float[Array, "blocks arrays kv_heads block_size head_dim"], ...]
+Tables = Int[Array, "rows groups blocks"]
 
 
 class Written(NamedTuple):
     """The tokens that a step writes: the tables through which it does, and the tokens' rows, positions and validity."""
 
-    tables: Int[Array, "rows groups blocks"]
+    tables: Tables
     rows: Int[Array, " tokens"]
     positions: Int[Array, " tokens"]
     valid: Bool[Array, " tokens"]
@@ -59,7 +60,7 @@ class Written(NamedTuple):
 class Read(NamedTuple):
     """What a step's rows read: the tables through which they do, their tokens, and `PagedAttention`'s mixed, shared."""
 
-    tables: Int[Array, "rows groups blocks"]
+    tables: Tables
     kv_lens: Int[Array, " rows"]
     mixed: tuple[Int[Array, " rows+1"], Int[Array, ""]] | None
     shared: tuple[Int[Array, ""], Int[Array, ""]] | None
@@ -131,7 +132,7 @@ class PagedCache:
     def decode_layers(
         self,
         pools: Pools,
-        tables: Int[Array, "rows groups blocks"],
+        tables: Tables,
         positions: Int[Array, " rows"],
         active: Bool[Array, " rows"],
         shared: tuple[Int[Array, ""], Int[Array, ""]] | None = None,
@@ -143,6 +144,7 @@ class PagedCache:
         shared: (num_sharing, shared_len) of `StepPlan`, where what rows share is to be read once for all of them.
         """
         batch = positions.shape[0]
+        tables = self._held(tables, jnp.where(active, positions + 1, 0), positions)
         written = Written(tables, jnp.arange(batch), positions, active)
         mixed = None
         if self.config.batch_invariant:  # which attends in one way alone
@@ -152,7 +154,7 @@ class PagedCache:
     def mixed_layers(
         self,
         pools: Pools,
-        tables: Int[Array, "rows groups blocks"],
+        tables: Tables,
         active: Bool[Array, " rows"],
         kv_lens: Int[Array, " rows"],
         rows: Int[Array, " tokens"],
@@ -168,13 +170,19 @@ class PagedCache:
         rows, positions, valid: of the tokens. One that is not valid goes to the null block.
         query_starts, num_decodes: as of `mixed_attention`.
         """
+        tables = self._held(tables, kv_lens, kv_lens - (query_starts[1:] - query_starts[:-1]))
         written = Written(tables, rows, positions, valid)
         tables = jnp.where(active[:, None, None], tables, NULL_BLOCK)  # a row that stopped reads what it wrote there
         return self._layers(pools, written, Read(tables, kv_lens, (query_starts, num_decodes), None))
 
-    def row_tables(
-        self, tables: Int[Array, "slots groups blocks"], slots: Int[Array, " rows"]
-    ) -> Int[Array, "rows groups blocks"]:
+    def _held(self, tables: Tables, kv_lens: Int[Array, " rows"], first_queries: Int[Array, " rows"]) -> Tables:
+        """The tables of a step's rows as kernels may follow them: entries here are of blocks that the rows hold.
+
+        kv_lens: tokens that each has when the step is done. first_queries: the position of each row's first query.
+        """
+        return tables
+
+    def row_tables(self, tables: Int[Array, "slots groups blocks"], slots: Int[Array, " rows"]) -> Tables:
         """Block tables of these slots, as `decode_layers` and `mixed_layers` take them."""
         return tables[slots]
 
@@ -217,7 +225,7 @@ class PagedCache:
         """Tokens of a block, as kernels number them."""
         return self.config.block_size
 
-    def _kernel_table(self, place: Place, tables: Int[Array, "rows groups blocks"]) -> Int[Array, "rows blocks"]:
+    def _kernel_table(self, place: Place, tables: Tables) -> Int[Array, "rows blocks"]:
         """A layer's blocks, as kernels number them."""
         return tables[:, place.group]
 

@@ -1,11 +1,17 @@
-"""States of sequences, for recurrent layers: an array by slot for each.
+"""States of sequences, for recurrent layers: an array by slot for each, and snapshots behind the slots.
 
-    arrays    of each such layer: history [slots, width - 1, channels], matrices [slots, heads, rows, columns]
+    arrays    of each such layer: history [entries, width - 1, channels], matrices [entries, heads, rows, columns]
     slot      a sequence's own, from its admission to its end, in which its other state lives, too (`step/state.py`)
+    snapshot  a copy of what a slot held after whole blocks of its sequence, for the prefix cache
+
+    entry     0 ..                      max_num_seqs ..                           null_row
+              a slot each               a snapshot each                           outside: what pads calls
 
 Nothing is allocated, and nothing is cleared: a sequence's first token finds `fresh` set, and its layers begin with
 zeros whatever the slot holds. So its tokens must be computed from the first on, in its own slot; where it goes on from
-another one (a fork, a beam), the runner has the states copied (`step/copy_states.py`).
+another one (a fork, a beam) or from a snapshot, the runner has the states copied (`step/copy_states.py`). Snapshots are
+entries of the same arrays so that one program copies in any direction, and what holds for slots holds for them: they
+are donated, split over a mesh by heads, and given back while an engine sleeps.
 """
 
 from collections.abc import Sequence
@@ -27,10 +33,10 @@ from jpaged.pallas_kernels import gated_delta_rule, short_convolution, state_spa
 
 
 class SlotArrays(NamedTuple):
-    """What a layer holds of all slots, or the shapes or specs of that.
+    """What a layer holds of all slots and snapshots, or the shapes or specs of that.
 
-    history: of the model's dtype [slots, width - 1, channels].
-    matrices: float32 [slots, heads, rows, columns].
+    history: of the model's dtype [entries, width - 1, channels].
+    matrices: float32 [entries, heads, rows, columns].
     """
 
     history: Any
@@ -43,7 +49,7 @@ States = tuple[SlotArrays, ...]
 class StateRows(NamedTuple):
     """A step's rows, for recurrent layers.
 
-    slots: the null slot for rows that are not active. fresh: rows whose first token is the sequence's first.
+    slots: `StateSlots.null_row` for rows that are not active. fresh: rows whose first token is the sequence's first.
     query_starts: as of `gated_delta_rule`.
     """
 
@@ -75,13 +81,18 @@ class StateSlots:
         return bool(self.layers)
 
     @property
+    def null_row(self) -> int:
+        """The entry that is none: reading it means nothing, and what is written there is dropped."""
+        return self.config.max_num_seqs + self.config.num_state_snapshots
+
+    @property
     def shapes(self) -> tuple[SlotArrays, ...]:
         """Shapes of the arrays, as trees of `ShapeDtypeStruct`s."""
-        slots = self.config.max_num_seqs
+        entries = self.null_row
         return tuple(
             SlotArrays(
-                jax.ShapeDtypeStruct((slots, layer.state.width - 1, layer.state.channels), layer.dtype),
-                jax.ShapeDtypeStruct((slots, *layer.state.matrices), jnp.float32),
+                jax.ShapeDtypeStruct((entries, layer.state.width - 1, layer.state.channels), layer.dtype),
+                jax.ShapeDtypeStruct((entries, *layer.state.matrices), jnp.float32),
             )
             for layer in self.layers
         )
@@ -97,7 +108,7 @@ class StateSlots:
         return HybridLayers(attention, recurrent, [isinstance(layer, StateCache) for layer in self.spec])
 
     def copy(self, states: States, source: Int[Array, " n"], target: Int[Array, " n"]) -> States:
-        """Copies states of slots, source[i] to target[i], all of them read first; the null slot is padding."""
+        """Copies entries, source[i] to target[i], all of them read first; `null_row` is padding."""
 
         def copied(x: Array) -> Array:
             return x.at[target].set(x.at[source].get(mode="clip"), mode="drop")

@@ -83,7 +83,7 @@ class _Task:
         begun, hits = time.perf_counter(), _cache_hits()
         compiled = lowered.compile(compiler_options=self.options)
         origin: Origin = "compiled" if _cache_hits() == hits else "jax"
-        if self.path is not None:
+        if self.path is not None and (origin == "compiled" or self.devices[0].platform != "cpu"):
             ExecutableCache.save(self.path, compiled)
         return CompiledProgram(compiled, self.signature, origin, lowering_s, time.perf_counter() - begun)
 

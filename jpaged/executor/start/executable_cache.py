@@ -8,7 +8,9 @@ package, the model's and the executor's configuration, its argument shapes, the 
 Triton and driver, and the device. Files are written whole or not at all; one that cannot be read, or that another user
 may have written, is compiled anew.
 
-Only GPU programs are kept: XLA's CPU executables are tied to the machine that they were compiled on.
+A program for a CPU is machine code for what this CPU can do, so it also depends on the CPU's model and features: in a
+directory that machines share each finds its own. Where the system does not tell them (only Linux does), or a program
+spans several processes, none is kept.
 """
 
 import hashlib
@@ -23,14 +25,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib
 from jax.experimental import serialize_executable
 
 from jpaged.executor.start.cache_directories import is_own
 from jpaged.executor.start.jax_settings import settings_of_programs
+from jpaged.host.cores import cpu_features
 from jpaged.pallas_kernels import registry
 from jpaged.pallas_kernels.devices import default_device
 
-KEPT_PLATFORMS = ("gpu",)
+KEPT_PLATFORMS = ("gpu", "cpu")
 """Platforms whose programs are cached."""
 
 LEAST_FREE_BYTES = 2**29
@@ -56,10 +60,15 @@ class ExecutableCache:
         self, directory: Path | None, depends_on: Sequence[Any], platforms: Collection[str] = KEPT_PLATFORMS
     ) -> None:
         device = jax.devices()[0]
-        self._directory = directory if device.platform in platforms else None
+        features: tuple[str, ...] | None = ()
+        if device.platform == "cpu":
+            features = cpu_features() if jax.process_count() == 1 else None
+        self._directory = directory if device.platform in platforms and features is not None else None
         environment = (
             jax.__version__,
+            jaxlib.__version__,
             device.device_kind,
+            features,
             device.client.platform_version,
             default_device(),
             registry.compilers(),
@@ -106,10 +115,11 @@ class ExecutableCache:
 
         devices: those it is for, which need not be all that there are.
         """
-        with suppress(ImportError):  # loads the runtime that programs with Mosaic kernels are linked against
-            import jax.experimental.mosaic.gpu  # noqa: F401
-        with suppress(ImportError):  # registers what launches Triton kernels; imports no Triton
-            import jaxlib.gpu_triton  # noqa: F401
+        if devices[0].platform == "gpu":
+            with suppress(ImportError):  # loads the runtime that programs with Mosaic kernels are linked against
+                import jax.experimental.mosaic.gpu  # noqa: F401
+            with suppress(ImportError):  # registers what launches Triton kernels; imports no Triton
+                import jaxlib.gpu_triton  # noqa: F401
         try:
             with path.open("rb") as file:
                 if not is_own(os.fstat(file.fileno())):
@@ -123,18 +133,27 @@ class ExecutableCache:
 
     @staticmethod
     def save(path: Path, compiled: jax.stages.Compiled) -> None:
-        """Keeps a program, if it can be serialised and the disk takes it: a cache may fail without harm."""
+        """Keeps a program, if it can be serialised (one that calls Python cannot) and the disk takes it: a cache may
+        fail without harm.
+
+        compiled: for a CPU never one that was itself read from a cache, JAX's among them: XLA writes such programs
+            without their functions, and says so only when what was read back again is run.
+        """
+        try:
+            content = pickle.dumps(serialize_executable.serialize(compiled))
+        except Exception:  # of many kinds, by what cannot be written and by the version of JAX
+            return
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
                 try:
-                    file.write(pickle.dumps(serialize_executable.serialize(compiled)))
+                    file.write(content)
                     file.flush()
                     os.replace(file.name, path)
                 except BaseException:
                     os.unlink(file.name)
                     raise
-        except (OSError, ValueError, NotImplementedError):
+        except OSError:
             return
 
 

@@ -126,22 +126,68 @@ def free_device_memory(device: jax.Device, utilization: float, *, at_once: bool 
     if memory is None:
         return None
     room = memory.room(utilization)
-    missing = memory.to_take(room)
-    if not at_once or missing < _LEAST_TAKEN or os.environ.get(_AT_ONCE_VARIABLE) not in ("0", "false", "False"):
-        return room
-    return room - missing + _take(device, missing)
+    return room - _take(device, room) if at_once and _allocates_on_demand() else room
 
 
-def _take(device: jax.Device, size: int) -> int:
-    """Lets JAX take so many bytes from a device in one piece. Returns how many it could."""
+def take_planned(device: jax.Device, plan: MemoryPlan) -> None:
+    """Takes now what a plan needs besides the weights, where JAX allocates on demand: for pools of a given size, whose
+    engine leaves the rest of its share to others.
+
+    Raises:
+        OutOfMemoryError: others have taken it since the plan was made.
+    """
+    needed = plan.state + plan.programs + plan.pool
+    if DeviceMemory.of(device) is None or not _allocates_on_demand():
+        return
+    if missing := _take(device, needed):
+        raise OutOfMemoryError(
+            f"Beside its weights the engine needs {needed / 2**30:.2f} GiB of the device, of which"
+            f" {missing / 2**30:.2f} GiB are not there any more. Lower num_gpu_blocks_override or"
+            " max_num_batched_tokens, or stop what else uses the device."
+        )
+
+
+def _allocates_on_demand() -> bool:
+    """Whether JAX takes memory of a GPU as arrays are made, and not when it first touches the device."""
+    return os.environ.get(_AT_ONCE_VARIABLE) in ("0", "false", "False")
+
+
+def _take(device: jax.Device, wanted: int) -> int:
+    """Lets JAX take memory from a device, in as few pieces as there are, until it has so many bytes that no array is
+    in. Returns how many it lacks then; 0 for a few.
+
+    An array that fits what JAX has already makes it take nothing. So arrays are held until there is enough.
+    """
+    held: list[jax.Array] = []
+    try:
+        while True:
+            memory = DeviceMemory.of(device)
+            assert memory is not None
+            missing = memory.to_take(wanted - sum(array.nbytes for array in held))
+            if missing < _LEAST_TAKEN:
+                return 0
+            array = _array(device, missing)
+            if array is None:
+                return missing
+            held.append(array)
+    finally:
+        for array in held:
+            array.delete()
+
+
+def _array(device: jax.Device, size: int) -> jax.Array | None:
+    """An array of so many bytes, or of as many, from half of them on, as there are in one piece."""
     for sixteenths in range(16, 7, -1):
         rows = size * sixteenths // 16 // _ROW
+        found = free_and_total(int(device.local_hardware_id or 0))
+        memory = DeviceMemory.of(device)
+        if found is not None and memory is not None and rows * _ROW > max(found[0], memory.reserved - memory.in_use):
+            continue  # JAX would wait ten seconds for it
         try:
-            jnp.zeros((rows, _ROW), jnp.uint8, device=device).block_until_ready().delete()
+            return jnp.zeros((rows, _ROW), jnp.uint8, device=device).block_until_ready()
         except jax.errors.JaxRuntimeError:  # others have it meanwhile, or it is in pieces
             continue
-        return rows * _ROW
-    return 0
+    return None
 
 
 def unreserved_device_memory(device: jax.Device) -> int:
@@ -179,10 +225,11 @@ def plan_memory(compiler: Compiler, limit: int | None, num_blocks: int | None, p
     room = (limit - weights - state - programs) // block
     if room < (num_blocks or 2):
         asked = f"num_gpu_blocks_override={num_blocks} does not fit" if num_blocks else "there is no room for a KV pool"
+        fewer = "max_num_seqs, num_state_snapshots" if config.num_state_snapshots else "max_num_seqs"
         raise OutOfMemoryError(
             f"The device offers {_gib(limit)}; weights take {_gib(weights)}, programs {_gib(programs)} and state "
             f"{_gib(state)}. That leaves {max(room, 0)} blocks of {_gib(block)}, so {asked}. Raise "
-            f"gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs, or use a smaller model."
+            f"gpu_memory_utilization, lower max_num_batched_tokens or {fewer}, or use a smaller model."
         )
     return MemoryPlan(weights, state, programs, block, num_blocks or room)
 

@@ -3,9 +3,9 @@
     start        `first_programs`: the bodies and the head that nearly every first request runs
     a step       its program is not there --> lower and compile it in the step's thread --> run it
 
-For CPUs: there programs are not kept on disk, compiling them is most of a small model's start, and few of them are used
-by any one run. On a GPU a start takes all of them from the executable cache, and a program that came later would need
-memory that the plan has given to the KV pool.
+For CPUs: there compiling is most of a small model's first start, few of the programs are used by any one run, and those
+are kept on disk as they come. On a GPU a start takes all of them from the executable cache, and a program that came
+later would need memory that the plan has given to the KV pool.
 """
 
 import logging
@@ -72,5 +72,6 @@ class OnFirstUse:
         with self._mesh.as_default(), settings_as(self._settings), without_collections(), KeptInterrupt():
             compiled = self._compiler.compile_now(program)
         self.missing.discard(program)
-        log.info("%s was compiled on its first use, in %.2f s", program.name, time.perf_counter() - begun)
+        how = "read from disk" if compiled.origin == "kept" else "compiled"
+        log.info("%s was %s on its first use, in %.2f s", program.name, how, time.perf_counter() - begun)
         return compiled

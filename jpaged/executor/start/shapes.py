@@ -15,6 +15,8 @@ from jpaged.executor.cache.virtual.geometry import Geometry
 from jpaged.executor.cache.virtual.layout import VirtualCache
 from jpaged.executor.cache.virtual.memfd import LEAST_ADOPTED, MemfdDriver
 from jpaged.executor.config import ExecutorConfig
+from jpaged.executor.mesh import fewest_anywhere
+from jpaged.executor.start.memory import CPU_POOL_BYTES
 from jpaged.executor.step.expert_load import sparse_layers
 from jpaged.executor.step.program import Setup
 from jpaged.models import Model, ModelConfig
@@ -31,14 +33,14 @@ def refuse_for_hybrids(args: EngineArgs, model: ModelConfig) -> None:
     if not model.is_hybrid:
         return
     for name, refused, why in (
-        ("shared_prefix_attention", True, "their prompts share no blocks"),
-        ("host_prefix_cache", True, "they have no prefix cache"),
+        ("shared_prefix_attention", True, "their steps read each sequence by itself"),
+        ("host_prefix_cache", True, "a prefix is of no use there without the states behind it"),
         ("preemption_mode", "swap", 'preempted sequences are computed again; use "auto" or "recompute"'),
     ):
         if getattr(args, name) == refused:
             raise InvalidParameterError(
                 f"{name}={refused!r} is not supported for models with recurrent layers such as"
-                f" {model.architecture}, whose states are kept for running sequences alone: {why}."
+                f" {model.architecture}, whose states stay on the device: {why}."
             )
 
 
@@ -60,6 +62,29 @@ def most_sequences(shard: Model, limit: int | None) -> int | None:
         return None
     fitting = max(1, (limit - shard.num_bytes) // 2 // size)
     return fitting if fitting < 8 else fitting // 8 * 8
+
+
+def with_snapshots(config: ExecutorConfig, args: EngineArgs, shard: Model, limit: int | None) -> ExecutorConfig:
+    """The same with snapshots of states, for a model with recurrent layers: as many as are asked for. By default as
+    many as fit an eighth of what weights leave of the memory (of `CPU_POOL_BYTES` on a CPU), four for each slot at
+    most. None without a prefix cache.
+
+    Raises:
+        InvalidParameterError: some are asked for, and no layer has states.
+    """
+    size = sum(state.num_bytes(shard.dtype.itemsize) for state in shard.config.layer_states if state is not None)
+    if not size and args.num_state_snapshots:
+        raise InvalidParameterError(
+            f"num_state_snapshots={args.num_state_snapshots} is for models with recurrent layers, and"
+            f" {shard.config.architecture} has none; leave it out."
+        )
+    if not size or not args.enable_prefix_caching:
+        return config
+    room = CPU_POOL_BYTES if limit is None else limit - shard.num_bytes
+    count = args.num_state_snapshots
+    if count is None:
+        count = fewest_anywhere(max(0, min(room // 8 // size, 4 * config.max_num_seqs)))
+    return replace(config, num_state_snapshots=count)
 
 
 def executor_config(
@@ -206,9 +231,11 @@ def fit_to_pool(shard: Model, nominal: ExecutorConfig, num_blocks: int, asked: i
             f"num_gpu_blocks_override."
         )
     if asked is not None and asked > capacity:
+        groups = cache.sequence_blocks(1)
+        shared = f", which {groups} groups of layers share" if groups > 1 else ""
         raise OutOfMemoryError(
             f"max_model_len={asked} does not fit the KV pool, which holds {capacity} tokens "
-            f"({num_blocks - 1} blocks of {config.block_size}). Lower max_model_len, or enlarge the pool by "
+            f"({num_blocks - 1} blocks of {config.block_size}{shared}). Lower max_model_len, or enlarge the pool by "
             f"gpu_memory_utilization or num_gpu_blocks_override."
         )
     return Setup.of(shard, replace(config, max_model_len=capacity))

@@ -12,6 +12,7 @@ from jpaged.api.config import EngineArgs
 from jpaged.api.errors import InvalidParameterError, OutOfMemoryError
 from jpaged.engine.interface import CacheGroup, Executor
 from jpaged.executor.config import ExecutorConfig
+from jpaged.executor.jax_settings import default_jax_settings
 from jpaged.executor.mesh import DeviceMesh
 from jpaged.executor.start.memory import MemoryPlan
 from jpaged.executor.start.on_first_use import OnFirstUse
@@ -107,8 +108,9 @@ class Startup:
         is lost.
 
         Raises:
-            InvalidParameterError: the model spans several hosts.
+            InvalidParameterError: the model spans several hosts; or JAX is tracing.
         """
+        _refuse_tracing("sleep")
         if self.leader is not None:
             raise InvalidParameterError("sleep is for a model on one host; this one spans several processes.")
         if level > self.asleep:
@@ -120,10 +122,11 @@ class Startup:
 
         Raises:
             OutOfMemoryError: others have it. The engine sleeps on.
-            InvalidParameterError: the weights that it gave back are in no checkpoint. The engine sleeps on.
+            InvalidParameterError: the weights that it gave back are in no checkpoint, or JAX is tracing; it sleeps on.
         """
         if not self.asleep:
             return
+        _refuse_tracing("wake_up")
         if self.asleep == 2 and self.has_given_weights:
             raise InvalidParameterError(
                 "The engine gave back weights that it had from its caller, which no checkpoint holds; call"
@@ -147,12 +150,19 @@ class Startup:
         """Finds the places of weights, and changes nothing; as `WeightUpdater.match`.
 
         Raises:
-            InvalidParameterError: they do not fit; or the model spans several hosts; or some are to be kept that
-                `sleep` has given back.
+            InvalidParameterError: they do not fit, or are the engine's own; or the model spans several hosts; or some
+                are to be kept that `sleep` has given back; or JAX is tracing.
         """
+        _refuse_tracing("update_weights")
         if self.leader is not None:
             raise InvalidParameterError("update_weights is for a model on one host; this one spans several processes.")
-        update = self.updater.match(weights, partial=partial)
+        with self.mesh.as_default():
+            update = self.updater.match(weights, partial=partial)
+        own = {id(array) for array in self.runner.weights or ()}
+        if name := next((write.name for write in update.writes if id(write.array) in own), None):
+            raise InvalidParameterError(
+                f"weights: {name!r} is the engine's own array, which is written over; give a copy, as weights_as does."
+            )
         if self.asleep == 2 and not update.is_complete:
             raise InvalidParameterError(
                 "The engine sleeps at level 2 and has no weights to keep the others of; give all of them."
@@ -184,8 +194,9 @@ class Startup:
 
         Raises:
             InvalidParameterError: there is no such form; or the model spans several hosts; or `sleep` has given the
-                weights back.
+                weights back; or JAX is tracing.
         """
+        _refuse_tracing("weights_as")
         if self.leader is not None:
             raise InvalidParameterError("weights_as is for a model on one host; this one spans several processes.")
         weights = self.runner.weights
@@ -237,7 +248,20 @@ class Startup:
         if not self.setup.states:
             return []
         slots, each = self.config.max_num_seqs, self.setup.states.slot_bytes
-        return [("states", f"{_size(slots * each)}: {slots} sequences of {_size(each)}; so no prefix cache")]
+        count = self.config.num_state_snapshots
+        snapshots = f"{_size(count * each)}: {count} of them for the prefix cache" if count else "none; no prefix cache"
+        return [
+            ("states", f"{_size(slots * each)}: {slots} sequences of {_size(each)}"),
+            ("snapshots", snapshots),
+        ]
+
+
+def _refuse_tracing(what: str) -> None:
+    """Raises InvalidParameterError under `jax.jit` and other traces, where there are no arrays."""
+    with default_jax_settings():
+        is_tracing = isinstance(jax.device_put(np.zeros((), np.int32)), jax.core.Tracer)
+    if is_tracing:
+        raise InvalidParameterError(f"{what} was called in a function that JAX traces; call it outside of jit.")
 
 
 def whence(origins: Mapping[Origin, int]) -> str:

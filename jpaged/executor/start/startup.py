@@ -37,6 +37,7 @@ from jpaged.executor.start.memory import (
     free_device_memory,
     plan_memory,
     reserve_device_memory,
+    take_planned,
     unreserved_device_memory,
 )
 from jpaged.executor.start.on_first_use import OnFirstUse, compiles_on_first_use
@@ -49,6 +50,7 @@ from jpaged.executor.start.shapes import (
     needed_pages,
     refuse_for_hybrids,
     refuse_skew,
+    with_snapshots,
 )
 from jpaged.executor.start.started import Startup, whence
 from jpaged.executor.start.weights import CheckpointReader, fill_weights
@@ -157,11 +159,13 @@ def _start_on(
     if given is not None:
         update = updater.match(given)
         load_weights = partial(fill_weights, mesh, shard, updater, update)
-    at_once = args.kv_cache_layout == "paged"
+    # A pool of a given size takes what it needs once that is known; pages of the virtual layout are not JAX's to take.
+    at_once = args.kv_cache_layout == "paged" and args.num_gpu_blocks_override is None
     limits = [free_device_memory(one, args.gpu_memory_utilization, at_once=at_once) for one in mesh.local_devices]
     limit = min((one for one in limits if one is not None), default=None)
     refuse_for_hybrids(args, model_config)
     config = executor_config(args, model_config, limit, most_sequences(shard, limit))
+    config = with_snapshots(config, args, shard, limit)
     rows = 0 if args.batch_invariant else one_shot_rows(args.one_shot_rows, config.kernel_backend, shard, mesh)
     config = replace(config, one_shot_rows=config.largest_body(rows))
     if args.kv_cache_dtype == "fp8":
@@ -212,6 +216,9 @@ def _start_on(
             weights = loading.result()
 
     on_first_use = OnFirstUse(compiler, mesh, programs) if waits_for_use else None
+    if args.kv_cache_layout == "paged" and args.num_gpu_blocks_override is not None:
+        for one in mesh.local_devices:
+            take_planned(one, memory)
     with _timed(seconds, "warm up"):
         pages = VirtualMemory(setup.cache, mesh) if isinstance(setup.cache, VirtualCache) else None
         pools = None if pages is None else pages.pools

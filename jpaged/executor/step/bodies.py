@@ -168,7 +168,7 @@ class Decode(_Body):
         rows = Rows(slots, jnp.ones((self.batch,), bool))
 
         def state_rows() -> StateRows:
-            return StateRows(jnp.where(active, slots, setup.config.null_slot), jnp.zeros_like(active))
+            return StateRows(jnp.where(active, slots, setup.states.null_row), jnp.zeros_like(active))
 
         return _Pass(tokens, positions, active, layers, after, lambda hidden: (hidden, rows), state_rows)
 
@@ -256,7 +256,7 @@ class Mixed(_Body):
             return hidden[last], Rows(slots, samples), hidden
 
         def state_rows() -> StateRows:
-            return StateRows(jnp.where(active, slots, setup.config.null_slot), computed == 0, query_starts)
+            return StateRows(jnp.where(active, slots, setup.states.null_row), computed == 0, query_starts)
 
         return _Pass(tokens, positions, valid, layers, after, result, state_rows)
 

@@ -151,9 +151,9 @@ class SetMasks(StepProgram):
     `whole` of them; of the others tokens are listed that may be sampled, or, where NO_TOKEN stands first, all but those
     behind it.
 
-    A token in `tokens` becomes its slot's last in place of the one that was sampled. Where `backs` says so it is the
-    one before, and is computed once more, into the same place. The slot is active, since only the token that it has
-    lost can have ended it.
+    A token in `tokens` becomes its slot's last in place of the one that was sampled. The slot is shorter by `backs`
+    tokens, whose places are computed again. The slot is active, since only the token that it has lost can have ended
+    it.
     """
 
     rows: int

@@ -1,6 +1,7 @@
-"""The program that copies states of sequences from slot to slot: for forks and for beams, of recurrent layers.
+"""The program that copies states of sequences, of recurrent layers: from slot to slot for forks and for beams, and to
+snapshots and back for the prefix cache.
 
-copy_states[N]    every slot is read before any is written
+copy_states[N]    every entry is read before any is written
 """
 
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from jpaged.executor.step.program import Setup, StepProgram
 
 @dataclass(frozen=True)
 class CopyStates(StepProgram):
-    """Copies in every recurrent layer: pairs of (from, to)."""
+    """Copies in every recurrent layer: pairs of entries (from, to)."""
 
     pairs: int
 
@@ -32,7 +33,7 @@ class CopyStates(StepProgram):
         return cls(setup.config.state_copy_buckets[-1]) if setup.states else None
 
     def layout(self, setup: Setup) -> PackedLayout:
-        return PackedLayout(pairs=Field((self.pairs, 2), setup.config.null_slot))
+        return PackedLayout(pairs=Field((self.pairs, 2), setup.states.null_row))
 
     def body(self, setup: Setup, *, recurrent: States, packed: Int[Array, " n"]) -> tuple[dict[str, object], None]:
         source, target = self.layout(setup).unpack(packed)["pairs"].T

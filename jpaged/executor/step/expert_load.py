@@ -18,6 +18,7 @@ from jaxtyping import Array, Int, UInt
 
 from jpaged.api.errors import InvalidParameterError
 from jpaged.engine.expert_load import ExpertLoad, RecentCounts, as_counts
+from jpaged.executor.jax_settings import default_jax_settings
 from jpaged.executor.step.program import Setup, SingleProgram
 from jpaged.models import ModelConfig, SparseConfig
 
@@ -79,6 +80,10 @@ class ExpertLoadReader:
 
     def read(self, wait: bool) -> ExpertLoad:
         """wait: for what was dispatched so far, as where nothing runs any more."""
+        with default_jax_settings():
+            return self._read(wait)
+
+    def _read(self, wait: bool) -> ExpertLoad:
         arriving = self._on_its_way
         if wait or arriving is None:
             arriving = self._copy()

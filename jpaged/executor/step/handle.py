@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jpaged.engine.interface import NO_TOKEN, FinishCode, Logprobs, StepResult, TargetScores
+from jpaged.executor.jax_settings import default_jax_settings
 from jpaged.executor.sampling.logprobs import DeviceScores, TokenLogprobs
 from jpaged.executor.step.heads import SampleResult
 
@@ -17,6 +18,7 @@ class DispatchedStep:
     prompt_scores: scores of the step's tokens, and where in them the chunks that asked stand: (row, start, end) each.
     target_scores: scores of the chunks' targets, one behind the other, and whose they are: (row, count) each.
     pooled: sums of hidden states by row, and the rows that have one.
+    places: where the step's rows stand among those sampled; the first ones if not given.
     when_read: called with the sampled tokens and codes on the device, once the host has them.
 
     Attributes:
@@ -33,9 +35,11 @@ class DispatchedStep:
         target_scores: tuple[list[DeviceScores], list[tuple[int, int]]] | None = None,
         pooled: tuple[jax.Array, list[int]] | None = None,
         read_shared_prefix: bool = False,
+        places: np.ndarray | None = None,
         when_read: Callable[[jax.Array], None] = lambda _: None,
     ) -> None:
         self._num_rows = num_rows
+        self._places = slice(num_rows) if places is None else places
         self._read_shared_prefix = read_shared_prefix
         self._sampled = sampled
         self._when_read = when_read
@@ -57,16 +61,20 @@ class DispatchedStep:
 
     def result(self) -> StepResult:
         """Each row brings one token at most: the arrays by row and token have a second axis of size 1."""
+        with default_jax_settings():
+            return self._result()
+
+    def _result(self) -> StepResult:
         tokens = np.full((self._num_rows,), NO_TOKEN, np.int32)
         codes = np.full((self._num_rows,), FinishCode.RUNNING, np.int32)
         logprobs = ranked = None
         if self._sampled is not None:
-            read = self._read(self._sampled.tokens_and_codes)[:, : self._num_rows]
+            read = self._read(self._sampled.tokens_and_codes)[:, self._places]
             tokens, codes = read[:2]
             if len(read) > 2:
                 ranked = np.concatenate([read[:1], read[2:]]).T
             if self._sampled.logprobs is not None:
-                logprobs = _host_logprobs(self._sampled.logprobs, np.s_[: self._num_rows, None])
+                logprobs = _host_logprobs(self._sampled.logprobs, (self._places, None))
         prompt_logprobs = {}
         if self._prompt_scores is not None:
             scores, scored_rows = self._prompt_scores

@@ -26,7 +26,7 @@ from jpaged.executor.step.packing import Field, PackedLayout
 from jpaged.executor.step.program import Setup, StepProgram, int32
 from jpaged.executor.step.state import SlotState
 from jpaged.models import Model
-from jpaged.models.row_tiles import in_row_tiles
+from jpaged.models.row_tiles import in_row_tiles, with_weights
 
 PROMPT_LOGPROB_ROWS = 256
 """Rows of logits held at once when a prompt is scored: 256 x 152,000 float32 are 156 MB."""
@@ -45,14 +45,18 @@ class SampleResult(NamedTuple):
 
 
 def logits_and_sums(
-    model: Model, head: Sequence[Array], hidden: Float[Array, "rows hidden"], live: Bool[Array, " rows"]
+    model: Model,
+    head: Sequence[Array],
+    hidden: Float[Array, "rows hidden"],
+    live: Bool[Array, " rows"],
+    backend: str | None = None,
 ) -> tuple[Float[Array, "rows vocab"], Float[Array, "rows 1"]]:
     """Logits and their log-sum-exp, each row's by itself (`models.row_tiles`): of a batch_invariant engine, and of who
     wants the same bits.
 
-    live: which rows count.
+    live: which rows count. backend: as of `pallas_kernels.invariant_product`.
     """
-    logits = in_row_tiles(lambda rows: model.head_logits(head, rows), live, hidden)
+    logits = with_weights(model.head_logits, head, live, hidden, backend)
     return logits, in_row_tiles(lambda rows: log_sums_of(rows, model.collectives), live, logits)
 
 
@@ -62,7 +66,7 @@ def _logits(
     """As `logits_and_sums`; without `live` in one product, and nothing summed."""
     if live is None:
         return setup.model.head_logits(head, hidden), None
-    return logits_and_sums(setup.model, head, hidden, live)
+    return logits_and_sums(setup.model, head, hidden, live, setup.config.optional_backend)
 
 
 def sampled_words(variant: SamplingVariant) -> int:
@@ -141,7 +145,7 @@ class Sample(StepProgram):
         model, live = setup.model, None
         if setup.config.batch_invariant:
             live = rows.slots != setup.config.null_slot
-            logits = in_row_tiles(lambda rows: model.head_logits(head, rows), live, hidden)
+            logits = with_weights(model.head_logits, head, live, hidden, setup.config.optional_backend)
         else:
             logits = model.head_logits(head, hidden)
         slots, collectives = rows.slots, model.collectives

@@ -1,6 +1,6 @@
 """What a plan changes before its step: slots that end and start, beams, masks, swaps and copies of blocks.
 
-[gather] --> [update] --> [move_beams[N]] --> [set_masks[N, W]] --> [scatter] --> [copy_blocks[N]]
+[gather] --> [update] --> [copy_states[N]] --> [move_beams[N]] --> [set_masks[N, W]] --> [scatter] --> [copy_blocks[N]]
 """
 
 from collections.abc import Sequence
@@ -45,6 +45,8 @@ class PlanChanges:
             self._swap_out(out)
         if len(plan.ends) or plan.starts:
             self._end_and_start(plan.ends, plan.starts)
+        if len(plan.state_loads):
+            self.copy_states(np.add(plan.state_loads, [self._setup.config.max_num_seqs, 0], dtype=np.int32))
         if len(plan.beams):
             self._move_beams(plan.beams)
         if len(plan.mask_slots):
@@ -60,6 +62,11 @@ class PlanChanges:
             self._update(updates[:0, 0], (), updates[:TABLE_UPDATES_PER_UPDATE])
             updates = updates[TABLE_UPDATES_PER_UPDATE:]
         field[: len(updates)] = updates
+
+    def update_tables(self, updates: np.ndarray) -> None:
+        """Writes entries of block tables that no step's own buffer carries."""
+        for first in range(0, len(updates), TABLE_UPDATES_PER_UPDATE):
+            self._update(updates[:0, 0], (), updates[first : first + TABLE_UPDATES_PER_UPDATE])
 
     def swap_nothing(self) -> None:
         """Runs the copies to and from host memory once, if there are such programs."""
@@ -136,7 +143,7 @@ class PlanChanges:
             self.copy_states(beams[beams[:, 0] != beams[:, 1]][:, 1::-1])
 
     def copy_states(self, pairs: np.ndarray) -> None:
-        """pairs: int32 [n, 2]; slots (from, to). None is both, so calls need not be one."""
+        """pairs: int32 [n, 2]; entries (from, to). None is both, so calls need not be one."""
         sizes = self._setup.config.state_copy_buckets
         for first in range(0, len(pairs), sizes[-1]):
             some = pairs[first : first + sizes[-1]]

@@ -1,10 +1,13 @@
 """Carries out plans on the device: packs what changed, dispatches the step's programs, hands back a handle.
 
     plan --> [gather] --> [update] --> [move_beams[N]] --> [set_masks[N, W]] --> [scatter] --> [copy_blocks[N]]
-                          (`plan_changes.py`; `copy_states[N]` after beams, and after forks, of recurrent layers)
+                          (`plan_changes.py`; of recurrent layers `copy_states[N]` after starts that a prefix hits,
+                          after beams, after forks, and after steps that snapshots are taken of)
                                             |
              decode[B], shared_decode[B] or mixed[T] --> [sample[B, variant]] --> handle
                                                     '--> [score[T] ..., pool[T]] --'
+
+With `StepPlan.run_ahead` the next plan's decode[B] follows at once, and its hidden states wait for that plan's sample.
 
 A handle's tokens are on their way to the host. Nothing here waits for the device, and nothing compiles where all
 programs were compiled at start; `DispatchedStep.result` is the only place that blocks.
@@ -14,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,6 +28,7 @@ from jpaged.executor.buckets import bucket_for
 from jpaged.executor.cache.paged import Pools
 from jpaged.executor.cache.states import States
 from jpaged.executor.cache.virtual.memory import VirtualMemory
+from jpaged.executor.jax_settings import default_jax_settings
 from jpaged.executor.sampling.logprobs import DeviceScores, TokenLogprobs
 from jpaged.executor.step.blocks import GatherBlocks, ScatterBlocks
 from jpaged.executor.step.bodies import Decode, Mixed, RowFlags, Rows, SharedDecode
@@ -70,6 +75,7 @@ class Runner:
         self._changes = PlanChanges(setup, calls)
         self._variants = {v: setup.program_variant(v) for v in SamplingVariant}
         self._num_groups = len(setup.cache.groups)
+        self._ahead: tuple[np.ndarray, jax.Array, Rows] | None = None  # slots, and what was computed of them
         self._tokens_read: defaultdict[tuple[int, ...], list[jax.Array]] = defaultdict(list)
         self.memory = memory
         self.closed = False
@@ -87,6 +93,10 @@ class Runner:
             InvalidParameterError: the plan wants more than one token a row, or speaks of other cache groups.
         """
         self._check(plan)
+        with default_jax_settings():
+            return self._execute(plan)
+
+    def _execute(self, plan: StepPlan) -> DispatchedStep:
         if self.memory is None:
             return self._dispatch_plan(plan)
         mapper = self.memory.mapper
@@ -98,9 +108,23 @@ class Runner:
 
     def _dispatch_plan(self, plan: StepPlan) -> DispatchedStep:
         self._changes.dispatch(plan)
+        ahead, self._ahead = self._ahead, None
         if not plan.num_rows:
             return DispatchedStep(0, None)
-        return self._run_mixed(plan) if plan.chunks else self._run_decode(plan)
+        if plan.chunks:
+            step = self._run_mixed(plan)
+        elif plan.has_run_ahead:
+            assert ahead is not None
+            step = self._sample_ahead(plan, *ahead)
+        else:
+            step = self._run_decode(plan)
+        if len(plan.run_ahead):
+            # What has not been sent with a step's own body is sent with this one.
+            updates = plan.table_updates if plan.has_run_ahead else plan.table_updates[:0]
+            self._ahead = plan.run_ahead, *self._run_body(plan.run_ahead, updates)
+        elif plan.has_run_ahead and len(plan.table_updates):
+            self._changes.update_tables(plan.table_updates)
+        return step
 
     def close(self) -> None:
         """Frees all that it holds on the device, and in host memory for it. The second time it does nothing."""
@@ -114,6 +138,7 @@ class Runner:
         for array in jax.tree.leaves((self._held, list(self._tokens_read.values()))):
             array.delete()
         self._tokens_read.clear()
+        self._ahead = None
         self._programs.clear()
         self._changes.forget_host_chunks()
 
@@ -247,8 +272,28 @@ class Runner:
             host["num_sharing"][...], host["shared_len"][...] = plan.num_sharing, plan.shared_len
         self._changes.fill_table_updates(host["table_updates"], plan.table_updates)
         hidden, rows = self._run(program, packed=buffer)
+        if len(plan.state_saves):
+            self._changes.copy_states(self._saves(plan))
         sampled = self._run_sample(hidden, rows, plan.variant)
         return DispatchedStep(len(slots), sampled, read_shared_prefix=shared is not None, when_read=self._keep_tokens)
+
+    def _run_body(self, slots: np.ndarray, table_updates: np.ndarray) -> tuple[jax.Array, Rows]:
+        """Computes the last tokens of these slots; returns hidden states and rows for a head."""
+        program = Decode(bucket_for(len(slots), self._config.decode_buckets))
+        buffer, host = self._packed(program)
+        host["slots"][: len(slots)] = slots
+        self._changes.fill_table_updates(host["table_updates"], table_updates)
+        hidden, rows = self._run(program, packed=buffer)
+        return hidden, rows
+
+    def _sample_ahead(self, plan: StepPlan, slots: np.ndarray, hidden: jax.Array, rows: Rows) -> DispatchedStep:
+        """A step whose rows were computed behind the one before, among other `slots`."""
+        samples: Any = np.zeros((hidden.shape[0],), np.bool_)
+        row_of = dict(zip(slots.tolist(), range(len(slots)), strict=True))
+        places = np.array([row_of[slot] for slot in plan.decode_slots.tolist()], np.intp)
+        samples[places] = True
+        sampled = self._run_sample(hidden, rows._replace(samples=samples), plan.variant)
+        return DispatchedStep(len(places), sampled, places=places, when_read=self._keep_tokens)
 
     def _run_mixed(self, plan: StepPlan) -> DispatchedStep:
         """A step with chunks of prompts."""
@@ -269,7 +314,7 @@ class Runner:
         self._changes.fill_table_updates(host["table_updates"], plan.table_updates)
         hidden, rows, all_hidden = self._run(program, packed=buffer)
         if self._setup.states:
-            self._changes.copy_states(_forks(chunks))
+            self._changes.copy_states(np.concatenate([_forks(chunks), self._saves(plan)]))
         prompt_scores = self._run_prompt_logprobs(plan, all_hidden)
         target_scores = self._run_score(plan, all_hidden)
         pooled = self._run_pool(plan, all_hidden)
@@ -277,6 +322,11 @@ class Runner:
         if num_decodes or any(chunk.samples for chunk in chunks):
             sampled = self._run_sample(hidden, rows, plan.variant)
         return DispatchedStep(plan.num_rows, sampled, prompt_scores, target_scores, pooled, when_read=self._keep_tokens)
+
+    def _saves(self, plan: StepPlan) -> np.ndarray:
+        """The plan's snapshots, int32 [n, 2]: entries (from, to)."""
+        pairs: np.ndarray = plan.state_saves + np.array([0, self._config.max_num_seqs], np.int32)
+        return pairs
 
     def _run_sample(self, hidden: jax.Array, rows: Rows, variant: SamplingVariant) -> SampleResult:
         batch = hidden.shape[0]

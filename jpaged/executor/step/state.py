@@ -67,8 +67,8 @@ def end_slots(state: SlotState, slots: Int[Array, " n"]) -> SlotState:
 def replace_last(
     state: SlotState, slots: Int[Array, " n"], tokens: Int[Array, " n"], backs: Int[Array, " n"]
 ) -> SlotState:
-    """Slots lose the token that they sampled last, and run: `tokens` are their last ones. Where `backs` is 1, that is
-    the one before, and the slot is shorter by one. NO_TOKEN: leave a slot as it is.
+    """Slots lose the token that they sampled last, and run: `tokens` are their last ones. `backs` is by how many tokens
+    a slot is shorter then; what was computed ahead counts. NO_TOKEN: leave a slot as it is.
     """
     is_given = tokens != NO_TOKEN
     return state._replace(

@@ -12,7 +12,7 @@ from jpaged.models.families.gpt_neox import GPTNeoXFamily
 from jpaged.models.families.gpt_oss import GptOssFamily
 from jpaged.models.families.gptj import GPTJFamily
 from jpaged.models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_MOE_SHARED
-from jpaged.models.families.llama import LLAMA, MINISTRAL, MISTRAL, QWEN2, QWEN3
+from jpaged.models.families.llama import ERNIE45, LLAMA, MINISTRAL, MISTRAL, QWEN2, QWEN3, SEED_OSS
 from jpaged.models.families.mpt import MptFamily
 from jpaged.models.families.olmo import OLMO2, OLMO3
 from jpaged.models.families.opt import OPTFamily
@@ -33,6 +33,8 @@ _MISTRAL = About(
     "as Llama; sliding windows",
 )
 _QWEN = About("Qwen", "Qwen2, Qwen2.5, Qwen3", "as Llama; biases or norms of queries and keys; windows; tied head")
+_SEED_OSS = About("Seed-OSS", "36B, base and instruct", "as Llama; biases of q, k, v")
+_ERNIE45 = About("ERNIE 4.5", "0.3B, base and post-trained", "as Llama; interleaved RoPE; tied head")
 _GEMMA = About("Gemma", "Gemma 2B, 7B; CodeGemma", "norms times 1 + w; scaled embeddings; gated GELU; tied head")
 _GEMMA2 = About("Gemma 2", "2B, 9B, 27B", "as Gemma; norms before and after; soft caps; windows in every second layer")
 _GEMMA3 = About(
@@ -132,6 +134,8 @@ register("MinistralForCausalLM", MINISTRAL, _MISTRAL)
 register("Mistral3ForConditionalGeneration", MISTRAL, _MISTRAL)
 register("Qwen2ForCausalLM", QWEN2, _QWEN)
 register("Qwen3ForCausalLM", QWEN3, _QWEN)
+register("SeedOssForCausalLM", SEED_OSS, _SEED_OSS)
+register("Ernie4_5ForCausalLM", ERNIE45, _ERNIE45)
 register("GemmaForCausalLM", GEMMA, _GEMMA)
 register("Gemma2ForCausalLM", GEMMA2, _GEMMA2)
 register("Gemma3ForCausalLM", GEMMA3, _GEMMA3)
@@ -156,6 +160,7 @@ register("GPTNeoXForCausalLM", GPTNeoXFamily(), _NEOX)
 register("GPTJForCausalLM", GPTJFamily(), _GPTJ)
 register("BloomForCausalLM", BloomFamily(), _BLOOM)
 register("MptForCausalLM", MptFamily(), _MPT)
+register("MPTForCausalLM", MptFamily(), _MPT)  # as MosaicML's own checkpoints have it
 register("OPTForCausalLM", OPTFamily(), _OPT)
 register("GPT2LMHeadModel", GPT2Family(), _GPT2)
 register("MixtralForCausalLM", MIXTRAL, _MIXTRAL)

@@ -78,10 +78,11 @@ def _decoder(config: GemmaConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives:
 
 @dataclass(frozen=True)
 class GemmaFamily:
-    """One of the architectures. reads: its configuration."""
+    """One of the architectures. reads: its configuration. other_types: see `Family`."""
 
     model_type: str
     reads: Callable[[ConfigReader], GemmaConfig]
+    other_types: tuple[str, ...] = ()
 
     base_prefix = "model."
     derived_tensors = rf"rotary_emb\.inv_freq$|{OTHER_PARTS}"
@@ -116,18 +117,19 @@ class GemmaFamily:
         yield pieces.head("lm_head.weight", "model.embed_tokens.weight", config)
 
 
-def _fields(read: ConfigReader, **options: Any) -> dict[str, Any]:
-    """Gemma's first checkpoints say "gelu" and mean the approximation by tanh, as "hidden_activation" says in
-    others."""
-    name = read.config.get("hidden_activation") or read.config.get("hidden_act")
-    read = read.with_entries(hidden_act="gelu_pytorch_tanh" if name in (None, "gelu") else name)
-    fields = decoder_fields(read, head_dim=256, tied=True, **options)
+def _fields(read: ConfigReader, activation: str = "hidden_activation", **options: Any) -> dict[str, Any]:
+    """What all spell alike, but for `activation`, the entry's name."""
+    read = read.with_entries(**{activation: read.config.get(activation) or "gelu_pytorch_tanh"})
+    fields = decoder_fields(read, head_dim=256, tied=True, activation=activation, **options)
     read.refuse(("use_bidirectional_attention", False))
     return fields | {"bias": read.flag("attention_bias", False), "attention_scale": fields["head_dim"] ** -0.5}
 
 
 def _read_gemma(read: ConfigReader) -> GemmaConfig:
-    return GemmaConfig(**_fields(read, default_length=8192))
+    """The first checkpoints say "gelu" and mean the approximation by tanh."""
+    if read.config.get("hidden_act") == "gelu":
+        read = read.with_entries(hidden_act="gelu_pytorch_tanh")
+    return GemmaConfig(**_fields(read, "hidden_act", default_length=8192))
 
 
 def _read_gemma2(read: ConfigReader) -> GemmaConfig:
@@ -164,11 +166,10 @@ def _read_gemma3(read: ConfigReader) -> GemmaConfig:
         **fields,
         norms_after=True,
         qk_norm=True,
-        attention_softcap=read.optional_number("attn_logit_softcapping"),
-        logit_softcap=read.optional_number("final_logit_softcapping"),
+        logit_softcap=read.optional_number("final_logit_softcapping"),  # attention's is ignored, as in transformers
     )
 
 
 GEMMA = GemmaFamily("gemma", _read_gemma)
 GEMMA2 = GemmaFamily("gemma2", _read_gemma2)
-GEMMA3 = GemmaFamily("gemma3_text", _read_gemma3)
+GEMMA3 = GemmaFamily("gemma3_text", _read_gemma3, other_types=("gemma3",))

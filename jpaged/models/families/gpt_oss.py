@@ -26,7 +26,7 @@ from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
 from jpaged.models.norms import WideRMSNorm
 
-_ROPE = {
+ROPE_SCALING = {
     "rope_type": "yarn",
     "factor": 32.0,
     "beta_fast": 32.0,
@@ -57,7 +57,7 @@ class GptOssFamily:
         read.refuse(("hidden_act", "silu"))
         usual: dict[str, Any] = {"num_key_value_heads": 8, "intermediate_size": 2880, "rms_norm_eps": 1e-5}
         if not (read.config.get("rope_scaling") or read.config.get("rope_parameters")):
-            usual["rope_scaling"] = _ROPE
+            usual["rope_scaling"] = ROPE_SCALING
         read = read.with_entries(**{name: value for name, value in usual.items() if read.config.get(name) is None})
         fields = decoder_fields(read, head_dim=64, default_length=131072, rope={"theta": 150000.0})
         num_layers, num_experts = fields["num_layers"], read.integer("num_local_experts", 128)

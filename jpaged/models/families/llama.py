@@ -1,4 +1,4 @@
-"""The Llama family: Llama 2 and 3, Mistral, Ministral, Qwen2, Qwen2.5 and Qwen3.
+"""The Llama family: Llama 2 and 3, Mistral, Ministral, Qwen2, Qwen2.5 and Qwen3, Seed-OSS, ERNIE 4.5 without experts.
 
 They differ in what `LlamaConfig` says (biases, windows, RoPE, norms of queries and keys), not in structure.
 """
@@ -56,9 +56,9 @@ class LlamaBlock(nnx.Module):
 
     def __call__(self, stream: Stream, cos: jax.Array, sin: jax.Array, attend: Attend) -> None:
         norms = None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
-        read = stream.normed_for(self.attention, self.attention_norm)
+        read = stream.normed_for(self.attention.rounding(stream.backend), self.attention_norm)
         stream.add(self.attention(read, attend, (cos, sin), norms, stream.backend))
-        read = stream.normed_for(self.mlp, self.mlp_norm)
+        read = stream.normed_for(self.mlp.rounding(stream.backend), self.mlp_norm)
         stream.add(self.mlp(read, stream.backend))
 
 
@@ -108,11 +108,13 @@ class LlamaFamily:
 
     def tensors(self, config: LlamaConfig) -> Iterator[Piece | TiedTensor]:
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        qkv_bias, order = config.qkv_bias, config.rope.column_order
         yield pieces.as_is("model.embed_tokens.weight", "embedding", config.vocab_size, hidden)
         for i in range(config.num_layers):
             theirs, ours = f"model.layers.{i}", f"layers.{i}"
             yield pieces.as_is(f"{theirs}.input_layernorm.weight", f"{ours}.attention_norm.scale", hidden)
-            yield from pieces.separate_qkv(f"{theirs}.self_attn", f"{ours}.attention", config, bias=config.qkv_bias)
+            attention = f"{theirs}.self_attn", f"{ours}.attention"
+            yield from pieces.separate_qkv(*attention, config, bias=qkv_bias, order=order)
             yield from pieces.output_projection(
                 f"{theirs}.self_attn.o_proj", f"{ours}.attention", config, bias=config.output_bias
             )
@@ -132,6 +134,7 @@ class LlamaFamily:
 class MistralFamily(LlamaFamily):
     """Mistral, also as the text part of a multimodal model (Mistral Small 3.1)."""
 
+    other_types = ("mistral3",)
     derived_tensors = rf"rotary_emb\.inv_freq$|{OTHER_PARTS}"
     aliases = TEXT_PART_NAMES
 
@@ -142,13 +145,21 @@ class MistralFamily(LlamaFamily):
         return self.reads(read)
 
 
-def _fields(read: ConfigReader, *, default_length: int = 2048, default_head_dim: int | None = None) -> dict[str, Any]:
-    """What all of the family spell alike."""
+def _fields(
+    read: ConfigReader,
+    *,
+    default_length: int = 2048,
+    default_head_dim: int | None = None,
+    default_eps: float = 1e-6,
+    tied: bool = False,
+    **rope: Any,
+) -> dict[str, Any]:
+    """What all of the family spell alike. rope: further arguments of `parse_rope`."""
     hidden_size = read.integer("hidden_size")
     num_heads = read.integer("num_attention_heads")
     head_dim = read.head_dim("head_dim", default_head_dim or hidden_size // num_heads)
     length = read.integer("max_position_embeddings", default_length)
-    rope, length = parse_rope(read.config, head_dim, length, max_model_len=read.max_model_len)
+    rotation, length = parse_rope(read.config, head_dim, length, max_model_len=read.max_model_len, **rope)
     return read.common() | {
         "hidden_size": hidden_size,
         "num_layers": read.integer("num_hidden_layers"),
@@ -157,9 +168,9 @@ def _fields(read: ConfigReader, *, default_length: int = 2048, default_head_dim:
         "head_dim": head_dim,
         "intermediate_size": read.integer("intermediate_size"),
         "max_position_embeddings": length,
-        "tie_word_embeddings": read.flag("tie_word_embeddings", False),
-        "rope": rope,
-        "norm_eps": read.number("rms_norm_eps", 1e-6),
+        "tie_word_embeddings": read.flag("tie_word_embeddings", tied),
+        "rope": rotation,
+        "norm_eps": read.number("rms_norm_eps", default_eps),
         "activation": read.activation("hidden_act", "silu"),
     }
 
@@ -196,6 +207,24 @@ def _read_qwen3(read: ConfigReader) -> LlamaConfig:
     return LlamaConfig(**fields, qk_norm=True, qkv_bias=bias, output_bias=bias, layer_windows=windows)
 
 
+def _read_seed_oss(read: ConfigReader) -> LlamaConfig:
+    """ByteDance 2025."""
+    return LlamaConfig(
+        **_fields(read, default_length=524288, default_head_dim=128),
+        qkv_bias=read.flag("attention_bias", True),
+        output_bias=read.flag("attention_out_bias", False),
+        mlp_bias=read.flag("mlp_bias", False),
+    )
+
+
+def _read_ernie(read: ConfigReader) -> LlamaConfig:
+    """Baidu 2025: neighbouring columns are rotated together."""
+    sizes: dict[str, Any] = {"default_length": 131072, "default_head_dim": 128, "default_eps": 1e-5, "tied": True}
+    bias = read.flag("use_bias", False)
+    fields = _fields(read, **sizes, interleaved=True, theta=500000.0)
+    return LlamaConfig(**fields, qkv_bias=bias, output_bias=bias, mlp_bias=bias)
+
+
 def _qwen_windows(read: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
     window = read.optional_positive("sliding_window", 4096) if read.flag("use_sliding_window", False) else None
     kinds = read.layer_kinds(num_layers)
@@ -214,3 +243,5 @@ MISTRAL = MistralFamily("mistral", _read_mistral)
 MINISTRAL = LlamaFamily("ministral", _read_ministral)
 QWEN2 = LlamaFamily("qwen2", _read_qwen2)
 QWEN3 = LlamaFamily("qwen3", _read_qwen3)
+SEED_OSS = LlamaFamily("seed_oss", _read_seed_oss)
+ERNIE45 = LlamaFamily("ernie4_5", _read_ernie)

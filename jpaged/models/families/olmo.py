@@ -43,7 +43,8 @@ class OlmoFamily:
         fields = decoder_fields(read, default_eps=1e-5, rope=rope)
         if self.has_windows:
             kinds = read.kinds_of_layers(fields["num_layers"], every=4)
-            local = window_rope(read.config, fields["head_dim"], read.config.get("rope_theta") or _THETA)
+            # "rope_theta" beside "rope_scaling" is that of the other layers alone, as in transformers.
+            local = window_rope(read.config, fields["head_dim"], _THETA)
             fields |= {
                 "ropes": (*fields["ropes"], local),
                 "layer_ropes": tuple(int(kind == "sliding_attention") for kind in kinds),

@@ -1,8 +1,9 @@
 """Phi-3 and Phi-4 (Abdin et al. 2024, arXiv:2404.14219, arXiv:2412.08905): Llama's layers with q, k, v in one tensor
 and gate and up in another, LongRoPE in the long variants, and a part of each head rotated in Phi-4-mini."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -24,6 +25,7 @@ class Phi3Family:
     derived_tensors = r"rotary_emb\.inv_freq$"
 
     def read_config(self, read: ConfigReader) -> DecoderConfig:
+        read = read.with_entries(**_of_longrope(read))
         fields = decoder_fields(read, default_length=4096, default_eps=1e-5, rope={"rotated_fraction": 1.0})
         read.refuse(("attention_bias", False))
         window = read.optional_positive("sliding_window", fields["max_position_embeddings"])
@@ -52,3 +54,17 @@ class Phi3Family:
             yield from pieces.linear(f"{theirs}.mlp.down_proj", f"{ours}.mlp.down", inner, hidden, bias=False)
         yield pieces.norm("model.norm", "norm", hidden)
         yield pieces.head("lm_head.weight", "model.embed_tokens.weight", config)
+
+
+def _of_longrope(read: ConfigReader) -> dict[str, Any]:
+    """What transformers makes of a LongRoPE: its first name was "yarn"; and the original length is 4096 unless the
+    entry at the top says otherwise, whatever the RoPE's parameters say."""
+    name = "rope_scaling" if read.config.get("rope_scaling") else "rope_parameters"
+    parameters = read.config.get(name)
+    if not isinstance(parameters, Mapping):
+        return {}
+    kind = parameters.get("rope_type") or parameters.get("type")
+    if kind not in ("longrope", "su", "yarn"):
+        return {}
+    original = read.integer("original_max_position_embeddings", 4096)
+    return {name: {**parameters, "rope_type": "longrope"}, "original_max_position_embeddings": original}

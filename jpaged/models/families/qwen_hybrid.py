@@ -27,8 +27,9 @@ from jpaged.models.rope import parse_rope
 from jpaged.models.states import DeltaState
 
 _FUSED = "experts_in_one_tensor"
-"""An entry of ours in config.json: whether a checkpoint has one tensor for all experts of a layer. Published ones of
-Qwen3.5 do, but for those in FP8. Of quantized ones the names of tensors say it (`Family.fused_experts`)."""
+"""An entry of ours in config.json: whether a checkpoint has one tensor for all experts of a layer, as the names of its
+tensors say (`Family.fused_experts`). Published ones of Qwen3.5 do, but for those in FP8; what transformers saves does
+not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,18 +59,23 @@ class QwenHybridFamily:
     aliases = TEXT_PART_NAMES
     fused_experts = _FUSED, "experts.gate_up_proj"
 
+    @property
+    def other_types(self) -> tuple[str, ...]:
+        return (f"{self.model_type}_text",)
+
     def read_config(self, read: ConfigReader) -> QwenHybridConfig:
         if "text_config" in read.config:
             part = read.text_part(self.text)
             stored = ("quantization_config", "compression_config")
             is_quantized = any(one.config.get(name) for one in (read, part) for name in stored)
-            fused = not is_quantized or read.flag(_FUSED, False)
+            fused = read.flag(_FUSED, not is_quantized)
             read = ConfigReader(self.text, {**part.config, _FUSED: fused}, part.max_model_len)
             read.refuse(("model_type", f"{self.model_type}_text"))
         read.refuse(("hidden_act", "silu"), ("attn_output_gate", True), ("use_sliding_window", False))
         num_layers, num_heads = read.integer("num_hidden_layers"), read.integer("num_attention_heads")
         dim, length = read.head_dim("head_dim", 256), read.integer("max_position_embeddings", 32768)
-        rope, length = parse_rope(_of_text(read.config), dim, length, rotated_fraction=0.25)
+        options: dict[str, Any] = {"rotated_fraction": 0.25, "max_model_len": read.max_model_len}
+        rope, length = parse_rope(_of_text(read.config), dim, length, **options)
         state, kinds = _state(read), _layer_kinds(read, num_layers)
         num_experts = read.integer("num_experts", read.integer("num_local_experts", 512)) if self.has_experts else 0
         routing = Routing(

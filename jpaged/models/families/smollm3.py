@@ -41,10 +41,10 @@ class SmolLM3Family:
             raise CheckpointError(
                 f"config.json: no_rope_layers must list 0 or 1 for each of {num_layers} layers, got {shown(rotated)}."
             )
-        if read.flag("use_sliding_window", False):
-            kinds = read.layer_kinds(num_layers) or tuple(
-                "full_attention" if has_rope else "sliding_attention" for has_rope in rotated[:num_layers]
-            )
+        kinds = read.layer_kinds(num_layers)  # transformers heeds them without use_sliding_window, too
+        if kinds is None and read.flag("use_sliding_window", False):
+            kinds = tuple("full_attention" if has_rope else "sliding_attention" for has_rope in rotated[:num_layers])
+        if kinds is not None and read.config.get("sliding_window") is not None:
             fields["layer_windows"] = read.layer_windows(kinds)
         return SmolLM3Config(
             **fields | {"layer_ropes": tuple(0 if has_rope else None for has_rope in rotated[:num_layers])},

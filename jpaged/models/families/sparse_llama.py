@@ -6,89 +6,32 @@ the names of their checkpoints' tensors.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jpaged.api.errors import CheckpointError, shown
+from jpaged.models.blocks import Decoder, DecoderConfig, SequentialBlock, decoder_fields
 from jpaged.models.collectives import Collectives
 from jpaged.models.config_reader import ConfigReader
-from jpaged.models.experts import Routing, SparseConfig, SparseMLP, feed_forward, sigmoid_routing
-from jpaged.models.family import Attend
-from jpaged.models.layers import Attention, run_layers
-from jpaged.models.linear import Embedding
+from jpaged.models.experts import Routing, SparseConfig, feed_forward, sigmoid_routing
+from jpaged.models.layers import Attention
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
 from jpaged.models.norms import RMSNorm
-from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin_stream
-from jpaged.models.rope import Rope, parse_rope
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseLlamaConfig(SparseConfig):
-    """rope: the rotation of queries and keys.
-    norm_eps: of all norms.
-    qk_norm: queries and keys are RMS-normalised head by head before the rotation.
+class SparseLlamaConfig(DecoderConfig, SparseConfig):
+    """qk_norm: queries and keys are RMS-normalised head by head before the rotation.
     qkv_bias, output_bias: which products of attention have biases.
     """
 
-    rope: Rope
-    norm_eps: float
     qk_norm: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
-
-
-class SparseLlamaBlock(nnx.Module):
-    """One layer: attention, and experts or an MLP, each behind a norm and added to the residual stream."""
-
-    def __init__(
-        self, config: SparseLlamaConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives
-    ) -> None:
-        hidden, dim, eps = config.hidden_size, config.head_dim, config.norm_eps
-        self.attention_norm = RMSNorm(hidden, eps, dtype, rngs)
-        self.attention = Attention(config, layer, dtype, rngs, qkv_bias=config.qkv_bias, output_bias=config.output_bias)
-        self.query_norm = RMSNorm(dim, eps, dtype, rngs) if config.qk_norm else None
-        self.key_norm = RMSNorm(dim, eps, dtype, rngs) if config.qk_norm else None
-        self.mlp_norm = RMSNorm(hidden, eps, dtype, rngs)
-        self.mlp = feed_forward(config, layer, dtype, rngs, collectives)
-
-    def __call__(self, stream: Stream, cos: jax.Array, sin: jax.Array, attend: Attend) -> None:
-        norms = None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
-        read: Any = stream.normed_for(self.attention, self.attention_norm)
-        stream.add(self.attention(read, attend, (cos, sin), norms, stream.backend))
-        read = stream.normed_for(self.mlp, self.mlp_norm)
-        if isinstance(self.mlp, SparseMLP):
-            stream.add(self.mlp(read, stream.backend, stream.live, stream.counts))
-        else:
-            stream.add(self.mlp(read, stream.backend))
-
-
-class SparseLlamaForCausalLM(nnx.Module):
-    """The arguments are those of `Family.module`."""
-
-    def __init__(self, config: SparseLlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> None:
-        vocab, hidden = config.vocab_size, config.hidden_size
-        self.rope = config.rope
-        self.collectives = collectives
-        self.embedding = Embedding(vocab, hidden, hidden**-0.5, dtype, rngs)
-        layers = range(config.num_layers)
-        self.layers = nnx.List(SparseLlamaBlock(config, layer, dtype, rngs, collectives) for layer in layers)
-        self.norm = RMSNorm(hidden, config.norm_eps, dtype, rngs)
-        tied = config.tie_word_embeddings
-        self.lm_head = None if tied else Embedding(vocab, hidden, hidden**-0.5, dtype, rngs)
-
-    def __call__(
-        self, tokens: jax.Array, positions: jax.Array, attend: Attend | list[Any], kernels: Kernels = PLAIN_XLA
-    ) -> jax.Array:
-        stream = begin_stream(self.embedding.lookup(tokens, self.collectives), self.collectives, kernels)
-        run_layers(self.layers, stream, self.rope.table(positions), attend)
-        return stream.normed(self.norm)
-
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        return (self.embedding if self.lm_head is None else self.lm_head).logits(hidden)
 
 
 @dataclass(frozen=True)
@@ -105,17 +48,28 @@ class SparseLlamaFamily:
     def read_config(self, read: ConfigReader) -> SparseLlamaConfig:
         return self.reads(read)
 
-    def module(
-        self, config: SparseLlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives
-    ) -> SparseLlamaForCausalLM:
-        return SparseLlamaForCausalLM(config, dtype, rngs, collectives)
+    def module(self, config: SparseLlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> Decoder:
+        norm = partial(RMSNorm, config.hidden_size, config.norm_eps, dtype, rngs)
+        of_heads = partial(RMSNorm, config.head_dim, config.norm_eps, dtype, rngs)
+
+        def block(layer: int) -> SequentialBlock:
+            return SequentialBlock(
+                Attention(config, layer, dtype, rngs, qkv_bias=config.qkv_bias, output_bias=config.output_bias),
+                feed_forward(config, layer, dtype, rngs, collectives),
+                attention_norm=norm(),
+                mlp_norm=norm(),
+                query_norm=of_heads() if config.qk_norm else None,
+                key_norm=of_heads() if config.qk_norm else None,
+            )
+
+        return Decoder(config, block, norm, dtype, rngs, collectives)
 
     def tensors(self, config: SparseLlamaConfig) -> Iterator[Piece | TiedTensor]:
-        hidden, order = config.hidden_size, config.rope.column_order
+        hidden, order = config.hidden_size, config.columns
         yield pieces.as_is("model.embed_tokens.weight", "embedding", config.vocab_size, hidden)
         for i in range(config.num_layers):
             theirs, ours = f"model.layers.{i}", f"layers.{i}"
-            yield pieces.as_is(f"{theirs}.input_layernorm.weight", f"{ours}.attention_norm.scale", hidden)
+            yield pieces.norm(f"{theirs}.input_layernorm", f"{ours}.attention_norm", hidden)
             attention = f"{theirs}.self_attn"
             biases = {"qkv": config.qkv_bias, "out": config.output_bias}
             yield from pieces.separate_qkv(attention, f"{ours}.attention", config, bias=biases["qkv"], order=order)
@@ -123,16 +77,13 @@ class SparseLlamaFamily:
             for norm in ("query", "key") if config.qk_norm else ():
                 scale = pieces.norm(f"{attention}.{norm[0]}_norm", f"{ours}.{norm}_norm", config.head_dim)
                 yield replace(scale, order=order)
-            yield pieces.as_is(f"{theirs}.post_attention_layernorm.weight", f"{ours}.mlp_norm.scale", hidden)
+            yield pieces.norm(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm", hidden)
             if config.dense_layers[i]:
                 yield from pieces.gated_mlp(f"{theirs}.mlp", f"{ours}.mlp", hidden, config.intermediate_size)
             else:
                 yield from pieces.sparse_mlp(f"{theirs}.{self.names.block}", f"{ours}.mlp", config, self.names)
-        yield pieces.as_is("model.norm.weight", "norm.scale", hidden)
-        if config.tie_word_embeddings:
-            yield TiedTensor("lm_head.weight", "model.embed_tokens.weight")
-        else:
-            yield pieces.as_is("lm_head.weight", "lm_head", config.vocab_size, hidden)
+        yield pieces.norm("model.norm", "norm", hidden)
+        yield pieces.head("lm_head.weight", "model.embed_tokens.weight", config)
 
 
 def _read_mixtral(read: ConfigReader) -> SparseLlamaConfig:
@@ -143,6 +94,7 @@ def _read_mixtral(read: ConfigReader) -> SparseLlamaConfig:
         routing=Routing(per_token=read.integer("num_experts_per_tok", 2)),
         default_length=131072,
         default_theta=1e6,
+        default_eps=1e-5,
     )
     num_layers = fields["num_layers"]
     window = read.integer("sliding_window") if read.config.get("sliding_window") is not None else None
@@ -170,8 +122,8 @@ def _read_qwen2_moe(read: ConfigReader) -> SparseLlamaConfig:
     fields = _qwen_fields(read, num_experts, per_token=4, expert_size=1408)
     num_layers = fields["num_layers"]
     window = read.optional_positive("sliding_window", 4096) if read.flag("use_sliding_window", False) else None
-    first = read.number("max_window_layers", 28)
-    default = tuple("sliding_attention" if i >= first else "full_attention" for i in range(num_layers))
+    end = read.number("max_window_layers", 28)  # every second layer before it, as in transformers 5
+    default = tuple("sliding_attention" if i % 2 == 0 and i < end else "full_attention" for i in range(num_layers))
     kinds = read.layer_kinds(num_layers) or default
     return SparseLlamaConfig(
         **fields,
@@ -229,7 +181,14 @@ def _read_glm4_moe(read: ConfigReader) -> SparseLlamaConfig:
     """GLM-4.5 Team 2025, arXiv:2508.06471: as dots.llm1, but half of each head is rotated."""
     routing = sigmoid_routing(read, per_token=8, renormalized=True)
     num_experts = read.integer("n_routed_experts", 128)
-    fields = _fields(read, num_experts=num_experts, routing=routing, default_length=131072, rotated_fraction=0.5)
+    fields = _fields(
+        read,
+        num_experts=num_experts,
+        routing=routing,
+        default_length=131072,
+        default_eps=1e-5,
+        rotated_fraction=0.5,
+    )
     num_layers, expert_size = fields["num_layers"], read.integer("moe_intermediate_size", 1408)
     return SparseLlamaConfig(
         **fields,
@@ -248,37 +207,22 @@ def _fields(
     routing: Routing,
     default_length: int,
     default_theta: float = 10000.0,
+    default_eps: float = 1e-6,
     rotated_fraction: float | None = None,
 ) -> dict[str, Any]:
     """What the families spell alike of a `SparseLlamaConfig`.
 
-    rotated_fraction: as of `parse_rope`.
+    default_length: as of `decoder_fields`. default_theta, rotated_fraction: `theta` and that of `parse_rope`.
 
     Raises:
         CheckpointError: a token is to have more experts than there are, or groups are not equal ones.
     """
     routing.check(num_experts)
-    hidden_size = read.integer("hidden_size")
-    num_heads = read.integer("num_attention_heads")
-    head_dim = read.head_dim("head_dim", hidden_size // num_heads)
-    stated = {"rope_theta": default_theta, **read.config}
-    length = read.integer("max_position_embeddings", default_length)
-    rope, length = parse_rope(stated, head_dim, length, rotated_fraction=rotated_fraction)
-    return read.common() | {
-        "hidden_size": hidden_size,
-        "num_layers": read.integer("num_hidden_layers"),
-        "num_heads": num_heads,
-        "num_kv_heads": read.integer("num_key_value_heads", num_heads),
-        "head_dim": head_dim,
-        "intermediate_size": read.integer("intermediate_size"),
-        "max_position_embeddings": length,
-        "tie_word_embeddings": read.flag("tie_word_embeddings", False),
-        "rope": rope,
-        "norm_eps": read.number("rms_norm_eps", 1e-6),
-        "activation": read.activation("hidden_act", "silu"),
-        "num_experts": num_experts,
-        "routing": routing,
-    }
+    rope = {"theta": default_theta, "rotated_fraction": rotated_fraction}
+    head_dim = read.integer("hidden_size") // read.integer("num_attention_heads")
+    sizes: dict[str, Any] = {"default_length": default_length, "head_dim": head_dim, "default_eps": default_eps}
+    fields = decoder_fields(read, **sizes, rope=rope)
+    return fields | {"num_experts": num_experts, "routing": routing}
 
 
 MIXTRAL = SparseLlamaFamily(

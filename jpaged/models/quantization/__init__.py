@@ -23,7 +23,7 @@ from jpaged.api.errors import InvalidParameterError, UnsupportedModelError
 from jpaged.models.grouped_linear import GroupedLinear
 from jpaged.models.linear import DelicateLinear, Linear, LinearLayout
 from jpaged.models.loading.pieces import Piece
-from jpaged.models.quantization.layers import SUFFIXES, Kind, is_fused, is_transposed, stored_layer
+from jpaged.models.quantization.layers import SUFFIXES, Kind, StoredLayer, is_fused, is_transposed, stored_layer
 from jpaged.models.quantization.registry import find_scheme, stored_method
 from jpaged.models.quantization.scheme import Scheme
 
@@ -51,11 +51,11 @@ def quantize(
     for piece in pieces:
         of_parameter.setdefault(piece.parameter, []).append(piece)
     found: dict[str, tuple[Any, Any]] = {}
-    linear = set()
+    others = []
     for path, node in nnx.iter_graph(module):
         name = ".".join(map(str, path))
-        if isinstance(node, Linear | GroupedLinear):
-            linear.add(name)
+        if isinstance(node, nnx.Param) and getattr(node, "of_linear", False):
+            others.append(name)
         if scheme.online and isinstance(node, DelicateLinear):
             continue
         if type(node) in (Linear, DelicateLinear, GroupedLinear) and _covers(
@@ -71,15 +71,19 @@ def quantize(
             owner = owner[part] if isinstance(part, int) else getattr(owner, str(part))
         made = kind.linear if isinstance(node, Linear) else kind.grouped
         setattr(owner, str(path[-1]), made(node, rngs))
-    others = {name: of for name, of in of_parameter.items() if scheme.dequantizes and name not in linear}
-    stored = frozenset(name for name, of in others.items() if all(_is_stored_layer(scheme, piece) for piece in of))
-    return {name: node.layout for name, (_, node) in found.items()}, stored
+    layouts = {name: node.layout for name, (_, node) in found.items()}
+    stored = (name for name in others if scheme.dequantizes and _is_stored(scheme, of_parameter.get(name, [])))
+    return layouts, frozenset(stored)
 
 
-def _is_stored_layer(scheme: Scheme, piece: Piece) -> bool:
-    """Whether a tensor that belongs to no `Linear` is the weight of a linear layer which the scheme covers."""
-    name, is_weight = piece.tensor.removesuffix(".weight"), piece.tensor.endswith(".weight")
-    return is_weight and len(piece.shape) == 2 and scheme.modules.covers(name)
+def _is_stored(scheme: Scheme, pieces: list[Piece]) -> bool:
+    """Whether the linear layers that a parameter of no `Linear` is made of are ones that the scheme covers."""
+    layers = [StoredLayer(piece.tensor.removesuffix(".weight"), *piece.shape) for piece in pieces]
+    if not all(scheme.modules.covers(layer.name) for layer in layers):
+        return False
+    for layer in layers:
+        scheme.check_layer(layer)
+    return bool(layers)
 
 
 def _split(scheme: Scheme, layout: LinearLayout, shards: int) -> Kind:

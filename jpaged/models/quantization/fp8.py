@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 
 from jpaged.models.grouped_linear import GroupedLinear
-from jpaged.models.linear import Linear, Product, Rounding, Rows
+from jpaged.models.linear import Linear, Rounding, Rows
 from jpaged.models.parameters import Constant, Normal, parameter
 from jpaged.models.quantization.grouped import QuantizedGroupedLinear, Values
 from jpaged.models.quantization.layers import Kind, QuantizedLinear, RowOrder, rows_parameter
@@ -97,13 +97,13 @@ class Fp8Linear(QuantizedLinear):
             return super().sums(x, backend)
         return self._sums(x, rounding)
 
-    def _term(self, x: Any, backend: str | None) -> jax.Array | Sums | Product:
+    def _term(self, x: Rows, backend: str | None) -> jax.Array | Sums:
         rounding = self.rounding(backend)
         if rounding is None or len(self.layout.outputs) > 1:
             return super()._term(x, backend)
         return self._sums(x, rounding)
 
-    def _product(self, x: Any, dtype: jnp.dtype | None, backend: str | None) -> jax.Array:
+    def _product(self, x: Rows, dtype: jnp.dtype | None, backend: str | None) -> jax.Array:
         rounding = self.rounding(backend)
         if rounding is None:
             return super()._product(x, dtype, backend)
@@ -111,7 +111,7 @@ class Fp8Linear(QuantizedLinear):
         outer = sums.shape[:1] if isinstance(x, RoundedRows) else x.shape[: x.ndim - len(self.layout.inputs)]
         return sums.array().reshape(*outer, *self.layout.outputs)
 
-    def _sums(self, x: Any, rounding: Rounding, dtype: jnp.dtype | None = None) -> Sums:
+    def _sums(self, x: Rows, rounding: Rounding, dtype: jnp.dtype | None = None) -> Sums:
         """The product, without scales so far; dtype: of the result, x's if None."""
         rows = x if isinstance(x, RoundedRows) else rounding(x.reshape(-1, self.layout.input_size))[0]
         kernel, scale = self._weights()

@@ -24,6 +24,7 @@ import numpy as np
 from jpaged.models.quantization.fp8 import Fp8, quantize_rows
 from jpaged.models.quantization.layers import StoredLayer
 from jpaged.models.quantization.scheme import FLOAT_TYPES, BadTensor, Entries, Modules, Scheme, Stored, checked_scales
+from jpaged.pallas_kernels.fp8_product import reference
 
 BLOCK = 128
 """Outputs and inputs of a block."""
@@ -38,7 +39,7 @@ class Fp8Weights(Scheme):
 
     @property
     def dequantizes(self) -> bool:
-        return self.blocks
+        return True
 
     @property
     def fused_experts(self) -> bool:
@@ -50,7 +51,7 @@ class Fp8Weights(Scheme):
         return {"": Stored(("F8_E4M3",), (shape,)), _FUSED_SCALE: Stored(FLOAT_TYPES, (scales,))}
 
     def dequantized(self, arrays: Mapping[str, Any], dtype: jnp.dtype) -> jax.Array:
-        return _dequantized(arrays[""], arrays["_scale"], BLOCK, jnp.dtype(dtype))
+        return _dequantized(arrays[""], arrays["_scale"], BLOCK if self.blocks else None, jnp.dtype(dtype))
 
     def tensors(self, layer: StoredLayer) -> dict[str, Stored]:
         out = layer.outputs
@@ -95,10 +96,9 @@ def _check_values(name: str, weight: np.ndarray) -> None:
 
 
 @partial(jax.jit, static_argnums=(2, 3))
-def _dequantized(values: jax.Array, scales: jax.Array, group: int, dtype: jnp.dtype) -> jax.Array:
+def _dequantized(values: jax.Array, scales: jax.Array, group: int | None, dtype: jnp.dtype) -> jax.Array:
     """Rounded once, from float32."""
-    wide = values.astype(jnp.float32) * jnp.repeat(scales, group, axis=1)[:, : values.shape[1]]
-    return wide.astype(dtype)
+    return reference.dequantized(values, scales, group).astype(dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +132,7 @@ def read_fp8(config: Entries) -> Scheme:
         return Fp8Weights(name="fp8", kind=Fp8(activations=activations), modules=modules)
     config.one_of("weight_block_size", ([BLOCK, BLOCK],))
     config.one_of("activation_scheme", ("dynamic",), "dynamic")
+    config.one_of("scale_fmt", ("ue8m0",), "ue8m0")  # of activations, whose scales may be finer than powers of two
     kind = Fp8(group=BLOCK, activations="dynamic")
     return Fp8Weights(name="fp8 in blocks", kind=kind, modules=modules, scale="weight_scale_inv", blocks=True)
 

@@ -94,15 +94,14 @@ class QuantizedProduct:
     def promoted(self, dtype: jnp.dtype) -> jnp.dtype:
         return dtype
 
-    def multiply(
-        self,
-        x: jax.Array,
-        rows: Rows,
-        weights: jax.Array | None = None,
-        *,
-        activation: str | None = None,
-        backend: str | None,
-    ) -> jax.Array:
+    def gated(self, x: jax.Array, rows: Rows, *, activation: str, backend: str | None) -> jax.Array:
+        return self._product(x, rows, activation=activation, backend=backend)
+
+    def multiply(self, x: jax.Array, rows: Rows, weights: jax.Array | None = None, *, backend: str | None) -> jax.Array:
+        return self._product(x, rows, weights=weights, backend=backend)
+
+    def _product(self, x: jax.Array, rows: Rows, **options: Any) -> jax.Array:
+        """options: further arguments of `quantized_grouped_product`."""
         shape = (self.layout.experts, self.layout.output_size)
         if self.order is not None:
             x = jnp.take_along_axis(x, self.order[experts_of(rows, x.shape[0], self.layout.experts)], axis=1)
@@ -117,9 +116,7 @@ class QuantizedProduct:
             group=self.values.group,
             zero=None if self.zero is None else self.zero.reshape(*shape, -1),
             outer=None if self.outer is None else self.outer.reshape(shape),
-            weights=weights,
-            activation=activation,
-            backend=backend,
+            **options,
         )
 
 

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jpaged.models.grouped_linear import GroupedLinear
-from jpaged.models.linear import Linear, LinearLayout, Product
+from jpaged.models.linear import Linear, LinearLayout
 from jpaged.models.loading.pieces import Part, Piece
 from jpaged.models.parameters import Start, parameter
-from jpaged.pallas_kernels import Sums
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
 
 SUFFIXES = ("_scale", "_input_scale", "_zero", "_order", "_outer")
@@ -28,13 +27,6 @@ class QuantizedLinear(Linear):
 
     def __init__(self, plain: Linear) -> None:
         self.layout, self.dtype, self.bias = plain.layout, plain.dtype, plain.bias
-
-    def takes_unnormed(self, x: jax.Array, backend: str | None) -> bool:
-        del x, backend
-        return False
-
-    def _term(self, x: Any, backend: str | None) -> jax.Array | Sums | Product:
-        return self._product(x, None, backend)
 
     def _gated(self, x: Any, activation: str, backend: str | None) -> jax.Array:
         both = self(x, backend=backend)

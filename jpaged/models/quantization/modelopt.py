@@ -1,6 +1,6 @@
 """Checkpoints of NVIDIA's Model Optimizer (ModelOpt): NVFP4, and FP8 with a scale for each tensor.
 
-"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4" or "FP8", "ignore": [...],
+"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4", "W4A16_NVFP4" or "FP8", "ignore": [...],
     "kv_cache_scheme": {...}}
 or in a file of its own, hf_quant_config.json:
 "quantization": {"quant_algo": ..., "exclude_modules": [...], "kv_cache_quant_algo": "FP8" or null}
@@ -17,7 +17,7 @@ from jpaged.pallas_kernels.int4_product.api import NV_GROUP
 
 def read_modelopt(config: Entries) -> Scheme:
     """quant_method "modelopt"."""
-    algorithm = config.one_of("quant_algo", ("NVFP4", "FP8"))
+    algorithm = config.one_of("quant_algo", ("NVFP4", "W4A16_NVFP4", "FP8"))
     config.one_of("kv_cache_quant_algo", ("FP8", "NONE"), "NONE")
     check_kv_cache(config.part("kv_cache_scheme"))
     names = config.names("exclude_modules", "ignore")

@@ -36,7 +36,7 @@ from jpaged.models.quantization.layers import QuantizedLinear, StoredLayer, Whol
 from jpaged.models.quantization.scheme import FLOAT_TYPES, BadTensor, Scheme, Stored, checked_scales
 from jpaged.pallas_kernels import int4_product
 from jpaged.pallas_kernels.int4_product.api import NV_GROUP, NV_PACK
-from jpaged.pallas_kernels.int4_product.reference import pack
+from jpaged.pallas_kernels.int4_product.reference import nvfp4_dequantized, pack
 
 _RANDOM_STD = 2.93
 """Of equally likely values of four bits."""
@@ -87,6 +87,13 @@ class Nvfp4Weights(Scheme):
     unread: str = "input_global_scale"
     inverted: bool = False
 
+    @property
+    def dequantizes(self) -> bool:
+        return True
+
+    def dequantized(self, arrays: Mapping[str, Any], dtype: jnp.dtype) -> jax.Array:
+        return _dequantized(arrays[""], arrays["_scale"], arrays["_outer"][:, 0], jnp.dtype(dtype))
+
     def tensors(self, layer: StoredLayer) -> dict[str, Stored]:
         return {
             self.values: Stored(("U8",), ((layer.outputs, layer.inputs // 2),)),
@@ -113,6 +120,11 @@ class Nvfp4Weights(Scheme):
             raise UnsupportedModelError(
                 f"{layer.name} has {layer.inputs} inputs; {self.name} is supported for multiples of {NV_PACK}."
             )
+
+
+@partial(jax.jit, static_argnums=3)
+def _dequantized(values: jax.Array, scales: jax.Array, outer: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return nvfp4_dequantized(values, scales, outer).astype(dtype)
 
 
 _LARGEST = 0x7E

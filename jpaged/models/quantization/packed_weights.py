@@ -16,14 +16,18 @@ Sources: AutoAWQ's `awq/utils/packing_utils.py`, AutoGPTQ's `qlinear_cuda_old.py
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jpaged.api.errors import UnsupportedModelError
 from jpaged.models.quantization.int4 import Int4
 from jpaged.models.quantization.layers import StoredLayer
 from jpaged.models.quantization.scheme import FLOAT_TYPES, BadTensor, Entries, Modules, Scheme, Stored, checked_scales
+from jpaged.pallas_kernels.int4_product import reference
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """In which four bits of a word each of eight columns is."""
@@ -48,6 +52,14 @@ class PackedWeights(Scheme):
                 f"{layer.name} has {layer.outputs} outputs and {layer.inputs} inputs; {self.name} is supported for"
                 f" multiples of 8 and of {self.kind.group}."
             )
+
+    @property
+    def dequantizes(self) -> bool:
+        return True
+
+    def dequantized(self, arrays: Mapping[str, Any], dtype: jnp.dtype) -> jax.Array:
+        wide = _dequantized(arrays[""], arrays["_scale"], arrays.get("_zero"), self.kind.group, jnp.dtype(dtype))
+        return wide if "_order" not in arrays else wide[:, jnp.argsort(arrays["_order"])]
 
     def groups(self, layer: StoredLayer) -> int:
         """Of a checkpoint."""
@@ -156,6 +168,14 @@ class PackQuantized(PackedWeights):
         return self._arrays(layer, values, checked_scales(found, "weight_scale"), zeros, found, "weight_g_idx")
 
 
+@partial(jax.jit, static_argnums=(3, 4))
+def _dequantized(
+    values: jax.Array, scales: jax.Array, zeros: jax.Array | None, group: int, dtype: jnp.dtype
+) -> jax.Array:
+    """Rounded once, from float32."""
+    return reference.dequantized(values, scales, zeros, group).astype(dtype)
+
+
 def _unpack(words: np.ndarray, axis: int, places: tuple[int, ...] = tuple(range(8))) -> np.ndarray:
     """int32 -> uint8, eight times as many along an axis. places: which four bits each of eight has."""
     shifts = np.array(places, np.uint32) * 4
@@ -184,13 +204,28 @@ def read_awq(config: Entries) -> Scheme:
 def read_gptq(config: Entries) -> Scheme:
     """quant_method "gptq"."""
     _four_bits(config)
-    config.refuse("dynamic", "lm_head", "modules_in_block_to_quantize")
+    config.refuse("lm_head", "modules_in_block_to_quantize")
     offset = 0 if config.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq_v2" else 1
     size = _group_size(config)
     act_order = config.one_of("desc_act", (True, False), False) and size != -1
     kind = Int4(**group_of(size), zero_points=True, act_order=act_order)
-    modules = Modules(ignored=config.names("modules_to_not_convert"))
+    modules = Modules(ignored=(*config.names("modules_to_not_convert"), *_left_out(config)))
     return Gptq(name="GPTQ", kind=kind, modules=modules, whole_rows=size == -1, offset=offset)
+
+
+def _left_out(config: Entries) -> tuple[str, ...]:
+    """Of GPTQModel's "dynamic", {"-:.*attn.*": {}, ..}: regular expressions for layers that are not quantized. Others
+    may change nothing.
+
+    Raises:
+        UnsupportedModelError: some layers are quantized in another way.
+        CheckpointError: it is no object, or has what is no regular expression.
+    """
+    rules = config.part("dynamic")
+    if rules is None:
+        return ()
+    rules.refuse(*(rule for rule in rules if not rule.startswith("-:")))
+    return rules.expressions("-:")
 
 
 def _four_bits(config: Entries) -> None:

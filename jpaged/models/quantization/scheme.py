@@ -167,13 +167,19 @@ class Entries:
             raise CheckpointError(f"config.json: {self._where}: {names[0]} must list names, got {shown(found)}.")
         for one in found:
             if one.startswith("re:"):
-                try:
-                    re.compile(one.removeprefix("re:"))
-                except re.error as error:
-                    raise CheckpointError(
-                        f"config.json: {self._where}: {names[0]} has {one!r}, which is no regular expression ({error})."
-                    ) from error
+                _check_expression(one.removeprefix("re:"), f"{self._where}: {names[0]} has {one!r}")
         return tuple(found)
+
+    def expressions(self, prefix: str) -> tuple[str, ...]:
+        """The names of entries behind this prefix, which are regular expressions, as `Modules` takes them.
+
+        Raises:
+            CheckpointError: one is no regular expression.
+        """
+        found = [name for name in self._entries if name.startswith(prefix)]
+        for name in found:
+            _check_expression(name.removeprefix(prefix), f"{self._where} has {name!r}")
+        return tuple(f"re:{name.removeprefix(prefix)}" for name in found)
 
     def part(self, name: str) -> "Entries | None":
         """The entries of an object; None for null."""
@@ -194,6 +200,14 @@ class Entries:
 
     def __iter__(self) -> Any:
         return iter(self._entries)
+
+
+def _check_expression(pattern: str, what: str) -> None:
+    """what: says where it is."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise CheckpointError(f"config.json: {what}, which is no regular expression ({error}).") from error
 
 
 def check_kv_cache(scheme: Entries | None) -> None:

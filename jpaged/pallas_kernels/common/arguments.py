@@ -47,19 +47,6 @@ def check_array(name: str, x: ArrayLike, dtype: Any, axes: str, shape: tuple[int
             raise ValueError(f"{name} [{axes}] must have {axis.strip()} = {want}, got shape {tuple(x.shape)}")
 
 
-def check_rows(slots: ArrayLike, fresh: ArrayLike, query_starts: ArrayLike | None, tokens: int) -> int:
-    """Raises ValueError unless these say of rows what `gated_delta_rule` takes. Returns the number of rows.
-
-    tokens: of the batch; as many rows where query_starts is None.
-    """
-    check_int32("slots", slots, "R", (tokens if query_starts is None else None,))
-    rows: int = slots.shape[0]
-    check_array("fresh", fresh, jnp.bool_, "R", (rows,))
-    if query_starts is not None:
-        check_int32("query_starts", query_starts, "R + 1", (rows + 1,))
-    return rows
-
-
 def check_scalar(name: str, x: ArrayLike) -> None:
     """Raises ValueError unless `x` is an int32 scalar."""
     if getattr(x, "shape", None) != () or x.dtype != jnp.int32:

@@ -10,27 +10,38 @@ Arrays have their heads split into (groups, group): a group shares what its recu
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jpaged.pallas_kernels.common.rows import Rows
+
 CHUNK = 64
 """Tokens of a chunk."""
 
 
-class Chunks(Protocol):
-    """All chunks of a step as a pytree, with the axis of chunks before those that are named here.
+@dataclass(frozen=True)
+class Chunks:
+    """What a recurrence computes of all chunks of a step before any state is known: a pytree, with the axis of chunks
+    before those that are named here. A recurrence adds its own arrays (`jax.tree_util.register_dataclass`).
 
-    row: int32 [C]; of each token, -1 for none. decay: [groups, group, C]; of each token's whole segment.
+    row: int32 [C]; of each token, -1 for none.
+    since, decay: [groups, group, C]; as of `Decays`, whose `whole` the latter is.
+    precision: of products.
     """
 
-    @property
-    def row(self) -> jax.Array: ...
-    @property
-    def decay(self) -> jax.Array: ...
+    row: jax.Array
+    since: jax.Array
+    decay: jax.Array
+    precision: Any = field(metadata={"static": True})
+
+    def product(self, equation: str, *operands: jax.Array) -> jax.Array:
+        """`jnp.einsum` in float32."""
+        precision = self.precision
+        return jnp.einsum(equation, *operands, precision=precision, preferred_element_type=jnp.float32)
 
     def advance(
         self, held: jax.Array, reads: jax.Array, stays: jax.Array, decay: jax.Array
@@ -41,6 +52,7 @@ class Chunks(Protocol):
         the next state is of. decay: [groups, group]; what of `held` the next state has.
         Returns out [groups, group, C, width], and the next state.
         """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -109,8 +121,10 @@ class Decays:
         )
 
 
-def rows_of_tokens(query_starts: jax.Array, slots: jax.Array, num_slots: int, tokens: int) -> jax.Array:
+def rows_of_tokens(rows: Rows, num_slots: int, tokens: int) -> jax.Array:
     """int32 [T]: the row of each token; -1 for tokens of no row, and of rows whose slot is out of range."""
+    slots, _, query_starts = rows
+    assert query_starts is not None
     starts, ends = query_starts[:-1], query_starts[1:]
     live = (slots >= 0) & (slots < num_slots)
     token = jnp.arange(tokens, dtype=jnp.int32)
@@ -119,21 +133,16 @@ def rows_of_tokens(query_starts: jax.Array, slots: jax.Array, num_slots: int, to
 
 
 def advance_rows(
-    chunks: Chunks,
-    states: jax.Array,
-    row: jax.Array,
-    slots: jax.Array,
-    fresh: jax.Array,
-    starts: jax.Array,
-    groups: int,
-    width: int,
+    chunks: Chunks, states: jax.Array, row: jax.Array, rows: Rows, groups: int, width: int
 ) -> tuple[jax.Array, jax.Array]:
     """Passes the states of rows through their segments, as many as there are.
 
-    states: float32 [num_slots, heads, ...], updated. row: `rows_of_tokens`. slots, fresh, starts: of the rows.
-    groups: of heads. width: of what a head gives.
+    states: float32 [num_slots, heads, ...], updated. row: `rows_of_tokens`. groups: of heads. width: of what a head
+    gives.
     Returns out [chunks, groups, group, C, width], zeros for tokens of no row; and the states.
     """
+    slots, fresh, starts = rows
+    assert starts is not None
     (count, size), tokens, num_rows = chunks.row.shape, row.shape[0], slots.shape[0]
     token = jnp.arange(tokens, dtype=jnp.int32)
     begins = (row >= 0) & ((token % size == 0) | (token == starts[row]))
@@ -179,27 +188,28 @@ def advance_sequences(chunks: Chunks, start: jax.Array) -> jax.Array:
     return out
 
 
-Operands = tuple[jax.Array, ...]
-"""Arrays [T, ...] of tokens, or [R, ...] of rows of one token."""
+Operands = TypeVar("Operands")
+"""A tuple of arrays [T, ...] of tokens, or [R, ...] of rows of one token."""
 
 
 def by_length(
-    chunks: Callable[[jax.Array, Operands, jax.Array], tuple[jax.Array, jax.Array]],
-    step: Callable[[jax.Array, Operands, jax.Array], tuple[jax.Array, jax.Array]],
+    chunks: Callable[[jax.Array, Operands, Rows], tuple[jax.Array, jax.Array]],
+    step: Callable[[jax.Array, Operands, Rows], tuple[jax.Array, jax.Array]],
     states: jax.Array,
     operands: Operands,
-    slots: jax.Array,
-    query_starts: jax.Array,
+    rows: Rows,
+    tokens: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes rows of one token by `step` and longer ones by `chunks`: functions of states, operands and slots.
+    """Computes rows of one token by `step` and longer ones by `chunks`: functions of states, operands and rows.
 
-    operands: each [T, ...]; `step` gets those of a token a row.
+    operands: each [T, ...]; `step` gets those of a token a row. tokens: T.
     Returns out [T, ...], and the states.
     """
-    num_slots, tokens = states.shape[0], operands[0].shape[0]
-    starts, lengths = query_starts[:-1], query_starts[1:] - query_starts[:-1]
-    out, states = chunks(states, operands, jnp.where(lengths > 1, slots, num_slots))
+    slots, fresh, query_starts = rows
+    assert query_starts is not None
+    num_slots, starts, lengths = states.shape[0], query_starts[:-1], query_starts[1:] - query_starts[:-1]
+    out, states = chunks(states, operands, rows._replace(slots=jnp.where(lengths > 1, slots, num_slots)))
     alone = lengths == 1
-    of_rows = tuple(x[jnp.minimum(starts, tokens - 1)] for x in operands)
-    stepped, states = step(states, of_rows, jnp.where(alone, slots, num_slots))
+    of_rows = jax.tree.map(lambda x: x[jnp.minimum(starts, tokens - 1)], operands)
+    stepped, states = step(states, of_rows, Rows(jnp.where(alone, slots, num_slots), fresh))
     return out.at[jnp.where(alone, starts, tokens)].set(stepped, mode="drop"), states

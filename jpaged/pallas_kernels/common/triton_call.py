@@ -8,7 +8,9 @@ those that it updates in place, to those that it writes; then its constants (`tl
 """
 
 import sys
+import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +18,10 @@ import jax
 import jax_triton
 import triton
 from jax.interpreters import mlir
-from jax_triton.triton_lib import triton_kernel_call_p
+from jax_triton import triton_lib
+from jaxlib.mlir import ir
 
-from jpaged.pallas_kernels.common import triton_interpreted
+from jpaged.pallas_kernels.common import triton_code, triton_interpreted
 from jpaged.pallas_kernels.common.triton_targets import capability
 
 if sys.modules.get("torch", sys) is None:  # hidden, as in our own processes: Triton would look for a Tensor there
@@ -28,6 +31,8 @@ _PTX_VERSIONS = {100: 87, 120: 87, 103: 88, 121: 88}
 """Of the code for a compute capability: the first that knows it, so that any CUDA which drives the GPU takes it."""
 
 _OLDEST_PTX_VERSION = 84  # CUDA 12.4
+
+_DESCRIPTION, _OPAQUE = "mhlo.backend_config", "opaque"  # of a custom call, and in it jaxlib's of the kernel
 
 
 @dataclass(frozen=True)
@@ -117,4 +122,18 @@ def _refuse_cpu(*arguments: Any, **parameters: Any) -> Any:
     )
 
 
-mlir.register_lowering(triton_kernel_call_p, _refuse_cpu, platform="cpu")
+def _lower_small(*arguments: Any, **parameters: Any) -> Any:
+    """jax-triton's lowering; the custom call that it makes has the kernel without what no GPU needs, or as it is where
+    another jax-triton describes kernels otherwise. Kernels of others in this process are lowered by it, too."""
+    results = triton_lib.triton_kernel_call_lowering(triton_lib.make_cuda_target, *arguments, **parameters)
+    if results:
+        with suppress(ValueError, LookupError, zlib.error):
+            attributes = results[0].owner.attributes
+            described = {one.name: one.attr for one in attributes[_DESCRIPTION]}
+            described[_OPAQUE] = ir.StringAttr.get(triton_code.shrunk(described[_OPAQUE].value_bytes))
+            attributes[_DESCRIPTION] = ir.DictAttr.get(described)
+    return results
+
+
+mlir.register_lowering(triton_lib.triton_kernel_call_p, _refuse_cpu, platform="cpu")
+mlir.register_lowering(triton_lib.triton_kernel_call_p, _lower_small, platform="cuda")

@@ -27,6 +27,11 @@ SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120:
 _H200 = 90
 
 
+def by_shared_memory(large: T, small: T) -> dict[int, T]:
+    """A table with one entry for the families whose CTAs have 163 KiB of shared memory or more, and one for others."""
+    return {family: large if size >= SHARED_BYTES[80] else small for family, size in SHARED_BYTES.items()}
+
+
 def capability() -> int:
     """The compute capability to compile for: that of JAX's default device, an H200's where there is no GPU."""
     found = devices.default_device().capability

@@ -49,7 +49,7 @@ from jpaged.pallas_kernels.decode_attention import hopper_interpreted, hopper_pr
 from jpaged.pallas_kernels.decode_attention import hopper_rows as heads_as_rows
 from jpaged.pallas_kernels.decode_attention import plan as decode_plan
 from jpaged.pallas_kernels.decode_attention.hopper_primitives import WARPGROUP
-from jpaged.pallas_kernels.decode_attention.hopper_shape import LOG2E, DecodeShape
+from jpaged.pallas_kernels.decode_attention.hopper_shape import LOG2E, DecodeShape, Loads
 from jpaged.pallas_kernels.decode_attention.plan import Cuts, Plan, max_chunks, plan
 from jpaged.pallas_kernels.devices import num_multiprocessors
 
@@ -251,7 +251,7 @@ class _Arguments(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """Shared memory, and its barriers: `full` by TMA, `free` by the consumer when it has read it.
+    """Shared memory, and its barriers.
 
     All threads of a warpgroup arrive, each after its own reads and stores, so that who waits needs no fence.
     """
@@ -262,12 +262,7 @@ class _Scratch(NamedTuple):
     p_s: Any  # [columns, tile]: P, as wgmma takes its second operand from shared memory only; the consumer's own
     table_s: Any  # int32 [128]: the producer's own
     handover_s: _State  # [handovers, ..]
-    q_full: Any
-    q_free: Any
-    k_full: Any
-    v_full: Any
-    k_free: Any
-    v_free: Any
+    loads: Loads
     handed: Any  # by the consumer to the finisher
     taken: Any  # by the finisher
 
@@ -282,12 +277,14 @@ def _scratch(s: _Shape) -> _Scratch:
         p_s=swizzled((s.columns, tile), s.dtype),
         table_s=plgpu.SMEM((WARPGROUP,), jnp.int32),
         handover_s=_states(s, plgpu.SMEM, handovers),
-        q_full=plgpu.Barrier(num_barriers=q_stages, num_arrivals=s.columns // _Q_TILE),
-        q_free=plgpu.Barrier(num_barriers=q_stages),
-        k_full=plgpu.Barrier(num_barriers=stages, num_arrivals=s.boxes),
-        v_full=plgpu.Barrier(num_barriers=stages, num_arrivals=s.boxes),
-        k_free=plgpu.Barrier(num_barriers=stages),
-        v_free=plgpu.Barrier(num_barriers=stages),
+        loads=Loads(
+            q_full=plgpu.Barrier(num_barriers=q_stages, num_arrivals=s.columns // _Q_TILE),
+            q_free=plgpu.Barrier(num_barriers=q_stages),
+            k_full=plgpu.Barrier(num_barriers=stages, num_arrivals=s.boxes),
+            v_full=plgpu.Barrier(num_barriers=stages, num_arrivals=s.boxes),
+            k_free=plgpu.Barrier(num_barriers=stages),
+            v_free=plgpu.Barrier(num_barriers=stages),
+        ),
         handed=plgpu.Barrier(num_barriers=handovers),
         taken=plgpu.Barrier(num_barriers=handovers),
     )
@@ -401,9 +398,9 @@ def _drain(c: _Cta, steps: jax.Array, what: Sequence[str]) -> None:
     """Waits until the last that was brought to each slot has been read."""
     smem, config = c.smem, c.shape.config
     free = {
-        "keys": (smem.k_free, config.stages, steps),
-        "values": (smem.v_free, config.stages, steps),
-        "queries": (smem.q_free, config.q_stages, c.mine),
+        "keys": (smem.loads.k_free, config.stages, steps),
+        "values": (smem.loads.v_free, config.stages, steps),
+        "queries": (smem.loads.q_free, config.q_stages, c.mine),
     }
     for barriers, slots, used in (free[name] for name in what):
         for slot in range(slots):
@@ -425,8 +422,8 @@ def _load_unit(c: _Cta, u: _Unit, i: jax.Array, source: "_Source", step: jax.Arr
         _load_queries(c, u, i)
     smem = c.smem
     rings = {
-        "keys": _Ring(0, smem.k_s, smem.k_full, smem.k_free),
-        "values": _Ring(1, smem.v_s, smem.v_full, smem.v_free),
+        "keys": _Ring(0, smem.k_s, smem.loads.k_full, smem.loads.k_free),
+        "values": _Ring(1, smem.v_s, smem.loads.v_full, smem.loads.v_free),
     }
     if into := [ring for name, ring in rings.items() if name in what]:
 
@@ -442,12 +439,12 @@ def _load_queries(c: _Cta, u: _Unit, i: jax.Array) -> None:
 
     @pl.when(i >= s.config.q_stages)
     def _wait_q() -> None:
-        plgpu.barrier_wait(smem.q_free.at[q_slot])
+        plgpu.barrier_wait(smem.loads.q_free.at[q_slot])
 
     first = lax.div(c.heads(u).first, _Q_TILE)
     for j in range(s.columns // _Q_TILE):
         tile = q.at[jnp.minimum(first + j, q.shape[0] - 1)]  # a group may need fewer than others, and be the last
-        plgpu.copy_gmem_to_smem(tile, smem.q_s.at[q_slot, pl.ds(_Q_TILE * j, _Q_TILE)], smem.q_full.at[q_slot])
+        plgpu.copy_gmem_to_smem(tile, smem.q_s.at[q_slot, pl.ds(_Q_TILE * j, _Q_TILE)], smem.loads.q_full.at[q_slot])
 
 
 class _Source(NamedTuple):
@@ -550,7 +547,7 @@ def _consume(c: _Cta) -> None:
         ahead = c.unit(i + 1)
         own, q_slot = c.heads(u), lax.rem(i, config.q_stages)
         slopes = _slopes(c, u, own) if s.alibi else None
-        plgpu.barrier_wait(smem.q_full.at[q_slot])
+        plgpu.barrier_wait(smem.loads.q_full.at[q_slot])
 
         def attend_tile(n: jax.Array, running: _Running) -> _Running:
             start, stage = (first + n) * config.tile, lax.rem(step + n, config.stages)
@@ -564,7 +561,7 @@ def _consume(c: _Cta) -> None:
             return _fold(state, _State(leaf.acc, leaf.top, leaf.totals.sum(axis=0)))
 
         state = lax.fori_loop(0, pl.cdiv(tiles, u.leaf_tiles), attend_leaf, _nothing_seen(s))
-        plgpu.barrier_arrive(smem.q_free.at[q_slot])
+        plgpu.barrier_arrive(smem.loads.q_free.at[q_slot])
 
         slot = lax.rem(i, config.handovers)
 
@@ -606,14 +603,14 @@ def _attend_tile(
     """The state, and attention to the tile of position `start`, which is in `stage` of the rings."""
     s, smem, tile = c.shape, c.smem, c.shape.config.tile
     acc, top, totals = running
-    plgpu.barrier_wait(smem.k_full.at[stage])
+    plgpu.barrier_wait(smem.loads.k_full.at[stage])
 
     def product(scores_ref: Any) -> jax.Array:
         plgpu.wgmma(scores_ref, smem.k_s.at[stage], smem.q_s.at[q_slot].T)
         return scores_ref[...]
 
     scores = pl.run_scoped(product, plgpu.ACC((tile, s.columns), jnp.float32))
-    plgpu.barrier_arrive(smem.k_free.at[stage])
+    plgpu.barrier_arrive(smem.loads.k_free.at[stage])
     scores = _mask(s, u, scores, start, slopes)
     new_top = jnp.maximum(top, scores.max(axis=0))
     shrink = jnp.exp2(top - new_top)
@@ -622,10 +619,10 @@ def _attend_tile(
     acc = acc * _across(shrink, s.head_dim)
     smem.p_s.T[...] = p.astype(s.dtype)
     plgpu.commit_smem()  # the tensor cores read shared memory through another proxy: a fence, and a barrier
-    plgpu.barrier_wait(smem.v_full.at[stage])
+    plgpu.barrier_wait(smem.loads.v_full.at[stage])
     _zero_unowned(c, u, start, stage)
     acc = s.gpu.add_product(acc, smem.v_s.at[stage].T, smem.p_s.T)
-    plgpu.barrier_arrive(smem.v_free.at[stage])
+    plgpu.barrier_arrive(smem.loads.v_free.at[stage])
     return _Running(acc, new_top, totals)
 
 

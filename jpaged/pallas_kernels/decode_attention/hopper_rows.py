@@ -39,7 +39,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jpaged.pallas_kernels.common.attention_arguments import Features, Operands
 from jpaged.pallas_kernels.common.hopper_memory import load, swizzled
 from jpaged.pallas_kernels.decode_attention import hopper_interpreted, hopper_primitives
-from jpaged.pallas_kernels.decode_attention.hopper_shape import LOG2E, DecodeShape
+from jpaged.pallas_kernels.decode_attention.hopper_shape import LOG2E, DecodeShape, Loads
 from jpaged.pallas_kernels.decode_attention.plan import chunks_of, max_chunks
 from jpaged.pallas_kernels.devices import num_multiprocessors
 
@@ -234,19 +234,14 @@ class _Handover(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """Shared memory, and its barriers: `full` by TMA, `free` by the consumer that has read it."""
+    """Shared memory, and its barriers."""
 
     q_s: Any  # [q_stages, 64, head_dim]
     k_s: Any  # [consumers * stages, tile, head_dim], as v_s
     v_s: Any
     o_s: Any  # [64, head_dim]: of two consumers, consumer 1's accumulators; of one, the result
     lse_s: Any  # [64, 8]
-    q_full: Any
-    q_free: Any
-    k_full: Any
-    v_full: Any
-    k_free: Any
-    v_free: Any
+    loads: Loads
     handover: _Handover | None = None  # of two consumers
     out_s: Any = None  # [64, head_dim]: of two consumers, the result, if it is not of o_s's type
 
@@ -260,12 +255,14 @@ def _scratch(s: _Shape) -> dict[str, Any]:
         "v_s": swizzled((consumers * stages, tile, s.head_dim), s.dtype),
         "o_s": plgpu.SMEM((_ROWS, s.head_dim), jnp.float32 if consumers > 1 else s.o_dtype),
         "lse_s": plgpu.SMEM((_ROWS, _LSE_COLUMNS), jnp.float32),
-        "q_full": plgpu.Barrier(num_barriers=q_stages),
-        "q_free": plgpu.Barrier(num_barriers=q_stages, num_arrivals=consumers),
-        "k_full": plgpu.Barrier(num_barriers=consumers * stages, num_arrivals=boxes),
-        "v_full": plgpu.Barrier(num_barriers=consumers * stages, num_arrivals=boxes),
-        "k_free": plgpu.Barrier(num_barriers=consumers * stages),
-        "v_free": plgpu.Barrier(num_barriers=consumers * stages),
+        "loads": {
+            "q_full": plgpu.Barrier(num_barriers=q_stages),
+            "q_free": plgpu.Barrier(num_barriers=q_stages, num_arrivals=consumers),
+            "k_full": plgpu.Barrier(num_barriers=consumers * stages, num_arrivals=boxes),
+            "v_full": plgpu.Barrier(num_barriers=consumers * stages, num_arrivals=boxes),
+            "k_free": plgpu.Barrier(num_barriers=consumers * stages),
+            "v_free": plgpu.Barrier(num_barriers=consumers * stages),
+        },
     }
     if consumers > 1:
         row_of_floats = plgpu.SMEM((_ROWS,), jnp.float32)
@@ -315,8 +312,8 @@ class _Cta(NamedTuple):
         return lax.div(first, jnp.int32(s.q_rows)), lax.rem(first, jnp.int32(s.q_rows))
 
 
-def _units_kernel(s: _Shape, *arguments: Any, **scratch: Any) -> None:
-    gmem, smem = _Arguments(*arguments), _Scratch(**scratch)
+def _units_kernel(s: _Shape, *arguments: Any, loads: dict[str, Any], **scratch: Any) -> None:
+    gmem, smem = _Arguments(*arguments), _Scratch(loads=Loads(**loads), **scratch)
     cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
     total = gmem.num_units[0] * s.groups
     mine = lax.div(jnp.maximum(total - cta, 0) + (s.config.ctas - 1), jnp.int32(s.config.ctas))
@@ -338,10 +335,10 @@ def _produce(c: _Cta) -> None:
 
         @pl.when(i >= config.q_stages)
         def _wait_q() -> None:
-            plgpu.barrier_wait(smem.q_free.at[q_slot])
+            plgpu.barrier_wait(smem.loads.q_free.at[q_slot])
 
         plgpu.copy_gmem_to_smem(
-            c.gmem.q.at[c.query_tile(u)[0]], smem.q_s.at[q_slot, pl.ds(0, s.q_rows)], smem.q_full.at[q_slot]
+            c.gmem.q.at[c.query_tile(u)[0]], smem.q_s.at[q_slot, pl.ds(0, s.q_rows)], smem.loads.q_full.at[q_slot]
         )
         return lax.fori_loop(0, u.tiles, partial(_load_tile, c, u, head), steps)
 
@@ -353,14 +350,14 @@ def _produce(c: _Cta) -> None:
 
             @pl.when(stage < steps[consumer])
             def _drain(stage: int = consumer * config.stages + stage) -> None:
-                plgpu.barrier_wait(smem.k_free.at[stage])
-                plgpu.barrier_wait(smem.v_free.at[stage])
+                plgpu.barrier_wait(smem.loads.k_free.at[stage])
+                plgpu.barrier_wait(smem.loads.v_free.at[stage])
 
     for q_slot in range(config.q_stages):
 
         @pl.when(q_slot < c.mine)
         def _drain_q(q_slot: int = q_slot) -> None:
-            plgpu.barrier_wait(smem.q_free.at[q_slot])
+            plgpu.barrier_wait(smem.loads.q_free.at[q_slot])
 
 
 def _load_tile(
@@ -380,7 +377,7 @@ def _load_tile(
         block = jnp.where(position < u.end, c.gmem.tables[u.row, entry], 0)
         part = lax.rem(lax.div(position, jnp.int32(s.box)), jnp.int32(boxes_a_block))
         copies.append((block * (2 * s.kv_heads) + head) * boxes_a_block + part)
-    keys, values = (smem.k_s, smem.k_full, smem.k_free), (smem.v_s, smem.v_full, smem.v_free)
+    keys, values = (smem.k_s, smem.loads.k_full, smem.loads.k_free), (smem.v_s, smem.loads.v_full, smem.loads.v_free)
     for kv, (ring, full, free) in enumerate((keys, values)):
 
         @pl.when(step >= config.stages)
@@ -433,7 +430,7 @@ def _consume(c: _Cta) -> None:
         slope = None
         if s.alibi:
             slope = load(c.gmem.slopes.at[pl.ds(8 + u.group * s.rows - q_at, _ROWS)], _BY_HEAD) * LOG2E
-        plgpu.barrier_wait(smem.q_full.at[q_slot])
+        plgpu.barrier_wait(smem.loads.q_full.at[q_slot])
 
         def attend(n: jax.Array, state: _State) -> _State:
             nth = n * config.consumers + c.warpgroup
@@ -444,7 +441,7 @@ def _consume(c: _Cta) -> None:
         nothing = _nothing_seen(s.head_dim)
         own_tiles = lax.div(u.tiles - c.warpgroup + (config.consumers - 1), jnp.int32(config.consumers))
         state = lax.fori_loop(0, own_tiles, attend, nothing)
-        plgpu.barrier_arrive(smem.q_free.at[q_slot])
+        plgpu.barrier_arrive(smem.loads.q_free.at[q_slot])
         if (handover := smem.handover) is None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the unit before this one has left the buffers
             _store(c, u, q_at, state)
@@ -469,14 +466,14 @@ def _attend_tile(
     """The state, and attention to the unit's tile of position `start`, which is in `stage` of the rings."""
     s, smem = c.shape, c.smem
     acc, top, total = state
-    plgpu.barrier_wait(smem.k_full.at[stage])
+    plgpu.barrier_wait(smem.loads.k_full.at[stage])
 
     def product(scores_ref: Any) -> jax.Array:
         plgpu.wgmma(scores_ref, smem.q_s.at[q_slot], smem.k_s.at[stage].T)
         return scores_ref[...]
 
     scores = pl.run_scoped(product, plgpu.ACC((_ROWS, s.config.tile), jnp.float32))
-    plgpu.barrier_arrive(smem.k_free.at[stage])
+    plgpu.barrier_arrive(smem.loads.k_free.at[stage])
     scores = _mask(s, u, scores, start, slope)
     new_top = jnp.maximum(top, scores.max(axis=1))
     shrink = jnp.exp2(top - new_top)
@@ -484,10 +481,10 @@ def _attend_tile(
     total = total * shrink + p.sum(axis=1)
     acc = acc * _across(shrink, s.head_dim)
     p = p.astype(s.dtype)
-    plgpu.barrier_wait(smem.v_full.at[stage])
+    plgpu.barrier_wait(smem.loads.v_full.at[stage])
     _zero_unowned(c, u, start, stage)
     acc = s.gpu.add_product(acc, p, smem.v_s.at[stage])
-    plgpu.barrier_arrive(smem.v_free.at[stage])
+    plgpu.barrier_arrive(smem.loads.v_free.at[stage])
     return _State(acc, new_top, total)
 
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -73,3 +73,15 @@ class DecodeShape:
         # tanh(x) = 1 - 2 / (1 + exp(2 x)); the hardware's tanh is too coarse
         e = jnp.exp2(products * (2 * LOG2E * scale / cap))
         return (cap * LOG2E) - (2 * cap * LOG2E) / (1.0 + e)
+
+
+class Loads(NamedTuple):
+    """The barriers of what the producer loads into shared memory: `full` when TMA has written, `free` when a consumer
+    has read."""
+
+    q_full: Any
+    q_free: Any
+    k_full: Any
+    v_full: Any
+    k_free: Any
+    v_free: Any

@@ -25,22 +25,12 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from jpaged.pallas_kernels.common import triton_attention as attention
 from jpaged.pallas_kernels.common.attention_arguments import Features, Operands, output_shape
 from jpaged.pallas_kernels.common.numerics import as_bits
-from jpaged.pallas_kernels.common.triton_attention import (
-    add_keys,
-    column_constants,
-    fold,
-    load_queries,
-    no_state,
-    products_and_values,
-    result,
-    score_constants,
-    scores,
-    unsupported,
-)
+from jpaged.pallas_kernels.common.triton_attention import unsupported
 from jpaged.pallas_kernels.common.triton_call import Launch, call
-from jpaged.pallas_kernels.common.triton_targets import for_family
+from jpaged.pallas_kernels.common.triton_targets import by_shared_memory, for_family
 from jpaged.pallas_kernels.decode_attention.plan import (
     BEGIN,
     CHUNK,
@@ -115,7 +105,7 @@ _LARGE = {
     (256, 4): Config(tile=16, warps=8, stages=2, ctas=1),
 }
 _SMALL = {size: replace(config, ctas=min(2, config.ctas)) for size, config in _LARGE.items()}  # less shared memory
-_CONFIGS = {80: _LARGE, 86: _SMALL, 90: _LARGE, 100: _LARGE, 120: _SMALL}
+_CONFIGS = by_shared_memory(_LARGE, _SMALL)
 """By family of GPUs; padded head_dim, and bytes of a number. Those of head_dim 128 in 16 bits are
 the best of a sweep on an H200 (`benchmarks/triton_tiles.py`)."""
 
@@ -124,13 +114,7 @@ _LARGE_LATENTS = {
     4: Config(tile=16, warps=8, stages=2, ctas=1),
 }
 _SMALL_LATENTS = _LARGE_LATENTS | {2: Config(tile=16, warps=8, stages=3, ctas=1)}
-_OF_LATENTS = {
-    80: _LARGE_LATENTS,
-    86: _SMALL_LATENTS,
-    90: _LARGE_LATENTS,
-    100: _LARGE_LATENTS,
-    120: _SMALL_LATENTS,
-}
+_OF_LATENTS = by_shared_memory(_LARGE_LATENTS, _SMALL_LATENTS)
 """By family of GPUs, and bytes of a number: for tiles of 16 query heads that meet the 512 + 64 columns of DeepSeek's
 latents. Each warp holds all queries of a tile, which leaves no registers for more of them. Not measured."""
 
@@ -194,8 +178,8 @@ def decode_attention(
         SLOTS=slots,
         MOST_LEAVES=cuts.most_leaves,
         CUT_CHUNKS=most_cut,
-        **column_constants(head_dim, features, features.value_dim is not None),
-        **score_constants(features, alibi_slopes),
+        **attention.column_constants(head_dim, features, features.value_dim is not None),
+        **attention.score_constants(features, alibi_slopes),
     )
     return out, lse
 
@@ -219,33 +203,33 @@ def _decode(
         length, leaf_tiles = tl.load(unit + _LENGTH), tl.load(unit + _LEAF_TILES)
         kv_head = group // SPLITS
         head, is_head = _heads(row, group, SHARE, KV_HEADS, SPLITS, ROWS)
-        queries, behind = load_queries(q + head * HEAD_DIM, is_head, HEAD_DIM, VALUE_DIM, DIM, TAIL)
+        queries, behind = attention.load_queries(q + head * HEAD_DIM, is_head, HEAD_DIM, VALUE_DIM, DIM, TAIL)
         if ALIBI:
             slope = tl.load(slopes + head % (KV_HEADS * SHARE), mask=is_head, other=0.0) * 1.4426950408889634
         first_seen = 0 if WINDOW is None else tl.maximum(length - WINDOW, 0)
 
-        acc, top, total = no_state(ROWS, DIM)
-        sum_acc, sum_top, sum_total = no_state(ROWS, DIM)
+        acc, top, total = attention.no_state(ROWS, DIM)
+        sum_acc, sum_top, sum_total = attention.no_state(ROWS, DIM)
         tiles = tl.cdiv(end - begin, TILE)
         for j in range(tiles):
             if j % leaf_tiles == 0:
-                sum_acc, sum_top, sum_total = fold(sum_acc, sum_top, sum_total, acc, top, total)
-                acc, top, total = no_state(ROWS, DIM)
+                sum_acc, sum_top, sum_total = attention.fold(sum_acc, sum_top, sum_total, acc, top, total)
+                acc, top, total = attention.no_state(ROWS, DIM)
             position = begin + j * TILE + t
             seen = (position < end) & (position >= first_seen)
             # In place of keys that are not seen, which may be NaN, one that is.
             nearest = tl.maximum(tl.minimum(position, end - 1), first_seen)
             block = tl.load(tables + row * TABLE + nearest // BLOCK).to(tl.int64)
             key = (block * (ARRAYS * KV_HEADS) + kv_head) * (BLOCK * HEAD_DIM) + (nearest % BLOCK) * HEAD_DIM
-            products, v = products_and_values(
+            products, v = attention.products_and_values(
                 queries, behind, pool + key, KV_HEADS * BLOCK * HEAD_DIM, HEAD_DIM, VALUE_DIM, DIM, LATENT, TAIL
             )
-            x, FACTOR = scores(products, SCALE, CAP, ALIBI)
+            x, FACTOR = attention.scores(products, SCALE, CAP, ALIBI)
             if ALIBI:
                 x += slope[:, None] * (position - (length - 1)).to(tl.float32)[None, :]
             x = tl.where(seen[None, :], x, float("-inf"))
-            acc, top, total = add_keys(acc, top, total, x, v, FACTOR)
-        acc, top, total = fold(sum_acc, sum_top, sum_total, acc, top, total)
+            acc, top, total = attention.add_keys(acc, top, total, x, v, FACTOR)
+        acc, top, total = attention.fold(sum_acc, sum_top, sum_total, acc, top, total)
 
         # A unit that is a leaf hands its state to the one that finishes the chunk's last leaf.
         leaves = tl.load(unit + _LEAVES)
@@ -302,7 +286,7 @@ def _store(
 ):  # fmt: skip
     d = tl.arange(0, DIM)
     head, is_head = _heads(row, group, SHARE, KV_HEADS, SPLITS, ROWS)
-    o, s = result(acc, top, total)
+    o, s = attention.result(acc, top, total)
     at = head[:, None] * VALUE_DIM + d[None, :]
     tl.store(out + at, o.to(out.dtype.element_ty), mask=is_head[:, None] & (d < VALUE_DIM)[None, :])
     tl.store(lse + head, s, mask=is_head)
@@ -345,16 +329,16 @@ def _collect(
 ):  # fmt: skip
     """The fold of `count` parts from the `first` on, in order; four at a time are on their way from memory, past the
     first-level cache, which may hold what was there before."""
-    acc, top, total = no_state(ROWS, DIM)
+    acc, top, total = attention.no_state(ROWS, DIM)
     for i in range(0, count, 4):
         acc_0, top_0, total_0 = _take(accs, sums, first, i, count, group, SHARE, GROUPS, ROWS, VALUE_DIM, DIM)
         acc_1, top_1, total_1 = _take(accs, sums, first, i + 1, count, group, SHARE, GROUPS, ROWS, VALUE_DIM, DIM)
         acc_2, top_2, total_2 = _take(accs, sums, first, i + 2, count, group, SHARE, GROUPS, ROWS, VALUE_DIM, DIM)
         acc_3, top_3, total_3 = _take(accs, sums, first, i + 3, count, group, SHARE, GROUPS, ROWS, VALUE_DIM, DIM)
-        acc, top, total = fold(acc, top, total, acc_0, top_0, total_0)
-        acc, top, total = fold(acc, top, total, acc_1, top_1, total_1)
-        acc, top, total = fold(acc, top, total, acc_2, top_2, total_2)
-        acc, top, total = fold(acc, top, total, acc_3, top_3, total_3)
+        acc, top, total = attention.fold(acc, top, total, acc_0, top_0, total_0)
+        acc, top, total = attention.fold(acc, top, total, acc_1, top_1, total_1)
+        acc, top, total = attention.fold(acc, top, total, acc_2, top_2, total_2)
+        acc, top, total = attention.fold(acc, top, total, acc_3, top_3, total_3)
     return acc, top, total
 
 

@@ -5,8 +5,9 @@
 Rows of w are outputs, so that both operands run along K: the one order that FP8 tensor cores take on Ada and Hopper.
 
 With activations "dynamic" or "static", x may be rounded to e4m3 too, and both operands go to the tensor cores in 8
-bits. GPUs without such (before 8.9) leave x as it is, and so do "none", and "xla" where groups of inputs have scales of
-their own; w is then widened to x's type.
+bits. Ada and Hopper accumulate in 14 bits, so "triton" sums at most 128 inputs there and adds these sums in float32.
+GPUs without FP8 tensor cores (before 8.9) leave x as it is, and so do "none", and "xla" where groups of inputs
+have scales of their own; w is then widened to x's type.
 """
 
 from typing import Any, Literal, get_args
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from jpaged.pallas_kernels import devices
 from jpaged.pallas_kernels.common import arguments as check
 from jpaged.pallas_kernels.fp8_product import reference
+from jpaged.pallas_kernels.fp8_product.operands import Operands, Options
 from jpaged.pallas_kernels.fp8_product.rounding import rounds_activations
 from jpaged.pallas_kernels.registry import REFERENCE, Op, is_hopper
 
@@ -70,8 +72,8 @@ def fp8_product(
     run = OP.pick(backend, x, w, scale, group, activations).run
     if 0 in (x.shape[0], w.shape[0]):
         return jnp.zeros((x.shape[0], w.shape[0]), dtype or x.dtype)
-    options = {"group": group, "activations": activations, "upper_bound": upper_bound}
-    return run(x, w, scale, input_scale, dtype=dtype or x.dtype, **options)
+    options = Options(group, activations, upper_bound, jnp.dtype(dtype or x.dtype))
+    return run(Operands(x, w, scale, input_scale), options)
 
 
 def takes_rounded_rows(

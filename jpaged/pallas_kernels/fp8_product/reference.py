@@ -8,23 +8,15 @@ from jax import lax
 
 from jpaged.pallas_kernels import devices
 from jpaged.pallas_kernels.common.numerics import precision_of
+from jpaged.pallas_kernels.fp8_product.operands import Operands, Options
 from jpaged.pallas_kernels.fp8_product.rounding import round_to_fp8, rounds_activations
 
 
-def fp8_product(
-    x: jax.Array,
-    w: jax.Array,
-    scale: jax.Array,
-    input_scale: jax.Array | None,
-    *,
-    group: int | None,
-    activations: str,
-    upper_bound: float | None,
-    dtype: Any,
-) -> jax.Array:
+def fp8_product(operands: Operands, options: Options) -> jax.Array:
     """`fp8_product` of the package, checked."""
-    if group is None and activations != "none" and rounds_activations(devices.default_device()):
-        rounded, of_rows = round_to_fp8(x, input_scale, upper_bound)
+    (x, w, scale, input_scale), group, dtype = operands, options.group, options.dtype
+    if group is None and options.activations != "none" and rounds_activations(devices.default_device()):
+        rounded, of_rows = round_to_fp8(x, input_scale, options.upper_bound)
         return (product(rounded, w) * of_rows * scale[:, 0]).astype(dtype)
     if scale.shape[1] == 1:
         return (product(x, w.astype(x.dtype)) * scale[:, 0]).astype(dtype)

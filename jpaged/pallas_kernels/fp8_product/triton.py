@@ -6,6 +6,10 @@
     weights alone     w is widened to x's type in registers
 
 Scales multiply sums in float32: at the end, or, where groups of inputs have their own, behind each step of one group.
+
+Tensor cores of Ada and Hopper add products of e4m3 up in 14 bits (13 behind the point of the largest, the rest cut
+off), 32 inputs at a time. So no sum of theirs is longer than a step, of at most 128 inputs; steps are added up in
+float32, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3.2).
 """
 
 from dataclasses import dataclass
@@ -23,6 +27,7 @@ from jpaged.pallas_kernels.common.triton_call import Launch, call
 from jpaged.pallas_kernels.common.triton_fp8 import as_fp8, widen
 from jpaged.pallas_kernels.common.triton_targets import for_family
 from jpaged.pallas_kernels.common.triton_tiles import place, splits_of
+from jpaged.pallas_kernels.fp8_product.operands import Operands, Options
 from jpaged.pallas_kernels.fp8_product.rounding import round_to_fp8, rounds_activations
 
 
@@ -97,25 +102,15 @@ def _rounds(activations: str) -> bool:
     return activations != "none" and rounds_activations(devices.default_device())
 
 
-@partial(jax.jit, static_argnames=("group", "activations", "upper_bound", "dtype", "config"))
-def fp8_product(
-    x: jax.Array,
-    w: jax.Array,
-    scale: jax.Array,
-    input_scale: jax.Array | None,
-    *,
-    group: int | None,
-    activations: str,
-    upper_bound: float | None,
-    dtype: Any,
-    config: Config | None = None,
-) -> jax.Array:
+@partial(jax.jit, static_argnames=("options", "config"))
+def fp8_product(operands: Operands, options: Options, config: Config | None = None) -> jax.Array:
     """`fp8_product` of the package, checked. config: to try others than the table's."""
-    rounded = _rounds(activations)
+    (x, w, scale, input_scale), group, dtype = operands, options.group, options.dtype
+    rounded = _rounds(options.activations)
     of_rows = scale  # which nobody reads if x is not rounded
     rows, depth = x.shape
     if rounded:
-        x, of_rows = round_to_fp8(x, input_scale, upper_bound, group)
+        x, of_rows = round_to_fp8(x, input_scale, options.upper_bound, group)
         x = as_bits(x)
         of_rows = jnp.broadcast_to(of_rows, (rows, of_rows.shape[-1]))
     outputs, groups = scale.shape
@@ -177,7 +172,9 @@ def _fp8_product(
         of_w = tl.load(weights + start, mask=here, other=0.0 if ROUNDED else 0)
         if not ROUNDED:
             of_w = widen(of_w, x.dtype.element_ty)
-        if GROUPS == 1:
+        if GROUPS == 1 and ROUNDED:  # the limit also keeps Triton from making one product of the sum
+            total += tl.dot(of_w, of_x, max_num_imprecise_acc=STEP)
+        elif GROUPS == 1:
             total = tl.dot(of_w, of_x, total)
         else:
             if AHEAD:

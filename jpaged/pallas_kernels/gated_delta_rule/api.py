@@ -20,7 +20,9 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.pallas_kernels.common import arguments as check
-from jpaged.pallas_kernels.common.segments import Operands, by_length
+from jpaged.pallas_kernels.common.rows import Rows
+from jpaged.pallas_kernels.common.segments import by_length
+from jpaged.pallas_kernels.gated_delta_rule.operands import Operands
 from jpaged.pallas_kernels.registry import Op, is_hopper
 
 STEP = Op("gated_delta_step", __package__, also={"triton": is_hopper})
@@ -72,18 +74,12 @@ def gated_delta_rule(
     check.check_like("v", v, "T, heads, value_dim", (tokens, heads, value_dim), "q and states", q.dtype)
     for name, x in (("log_decay", log_decay), ("beta", beta)):
         check.check_array(name, x, jnp.float32, "T, heads", (tokens, heads))
-    rows = check.check_rows(slots, fresh, query_starts, tokens)
+    operands, rows = Operands(q, k, v, log_decay, beta), Rows(slots, fresh, query_starts)
+    rows.check(tokens)
     step = STEP.pick(backend, states, q).run
-    if not tokens or not rows or not num_slots:
+    if not tokens or not slots.shape[0] or not num_slots:
         return jnp.zeros_like(v), states
     if query_starts is None:
-        return step(states, q, k, v, log_decay, beta, slots, fresh)
+        return step(states, operands, rows)
     chunks = CHUNKS.pick(backend, states, q, query_starts).run
-
-    def by_chunks(states: jax.Array, of_tokens: Operands, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return chunks(states, *of_tokens, slots, fresh, query_starts)
-
-    def by_steps(states: jax.Array, of_rows: Operands, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return step(states, *of_rows, slots, fresh)
-
-    return by_length(by_chunks, by_steps, states, (q, k, v, log_decay, beta), slots, query_starts)
+    return by_length(chunks, step, states, operands, rows, tokens)

@@ -13,7 +13,7 @@ below the diagonal. So one triangular inverse gives them all (the WY form):
     S  <- g_last S + (g_last / g K)' U
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,21 +22,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jpaged.pallas_kernels.common.numerics import precision_of
-from jpaged.pallas_kernels.common.segments import Cut, Decays, advance_rows, advance_sequences, rows_of_tokens
+from jpaged.pallas_kernels.common.rows import Rows
+from jpaged.pallas_kernels.common.segments import Chunks, Cut, Decays, advance_rows, advance_sequences, rows_of_tokens
+from jpaged.pallas_kernels.gated_delta_rule.operands import Operands
 
 
 @jax.jit
-def gated_delta_step(
-    states: jax.Array,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    log_decay: jax.Array,
-    beta: jax.Array,
-    slots: jax.Array,
-    fresh: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+def gated_delta_step(states: jax.Array, operands: Operands, rows: Rows) -> tuple[jax.Array, jax.Array]:
     """`gated_delta_rule` of the package for rows of one token, checked."""
+    (q, k, v, log_decay, beta), (slots, fresh, _) = operands, rows
     num_slots, heads = states.shape[:2]
     q, k = (jnp.repeat(x, heads // x.shape[1], axis=1) for x in normalised(q, k))
     live = (slots >= 0) & (slots < num_slots)
@@ -50,23 +44,13 @@ def gated_delta_step(
 
 
 @jax.jit
-def gated_delta_chunks(
-    states: jax.Array,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    log_decay: jax.Array,
-    beta: jax.Array,
-    slots: jax.Array,
-    fresh: jax.Array,
-    query_starts: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+def gated_delta_chunks(states: jax.Array, operands: Operands, rows: Rows) -> tuple[jax.Array, jax.Array]:
     """`gated_delta_rule` of the package, checked, by chunks for rows of any length."""
     num_slots, _, _, value_dim = states.shape
-    row = rows_of_tokens(query_starts, slots, num_slots, q.shape[0])
-    chunks = within_chunks(q, k, v, log_decay, beta, row)
-    out, states = advance_rows(chunks, states, row, slots, fresh, query_starts[:-1], q.shape[1], value_dim)
-    return Cut.of(q.shape[0]).flat(out).astype(v.dtype), states
+    tokens, key_heads, _ = operands.q.shape
+    row = rows_of_tokens(rows, num_slots, tokens)
+    out, states = advance_rows(within_chunks(operands, row), states, row, rows, key_heads, value_dim)
+    return Cut.of(tokens).flat(out).astype(operands.v.dtype), states
 
 
 def gated_delta_sequences(
@@ -79,57 +63,49 @@ def gated_delta_sequences(
     """
     heads, key_heads = v.shape[1], q.shape[1]
     start = jnp.zeros((key_heads, heads // key_heads, q.shape[2], v.shape[2]), jnp.float32)
-    out = advance_sequences(within_chunks(q, k, v, log_decay, beta, row), start)
+    out = advance_sequences(within_chunks(Operands(q, k, v, log_decay, beta), row), start)
     return Cut.of(q.shape[0]).flat(out).astype(v.dtype)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class DeltaChunks:
-    """What is computed of all chunks at once, before any state is known. Below, C is a chunk's tokens, and each array
-    has the axis of chunks before these; `group` is of the heads that share a key head.
+class DeltaChunks(Chunks):
+    """Groups are of the heads that share a key head.
 
-    row: int32 [C]; of each token, -1 for none.
     q, k: [key_heads, C, key_dim], normalised.
     scores: [key_heads, group, C, C]; the query of a token with the keys up to it, decayed since.
     own: [key_heads, group, C, value_dim]; U for a state of zeros. of_state: [key_heads, group, C, key_dim]; what of
         the state U lacks.
-    since, until, decay: [key_heads, group, C]; as of `Decays`, whose `whole` the last is.
+    until: [key_heads, group, C]; as of `Decays`.
     """
 
-    row: jax.Array
     q: jax.Array
     k: jax.Array
     scores: jax.Array
     own: jax.Array
     of_state: jax.Array
-    since: jax.Array
     until: jax.Array
-    decay: jax.Array
-    precision: Any = field(metadata={"static": True})
 
     def advance(
         self, held: jax.Array, reads: jax.Array, stays: jax.Array, decay: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """As of `segments.Chunks`. held: [key_heads, group, key_dim, value_dim]."""
-        product = partial(jnp.einsum, precision=self.precision, preferred_element_type=jnp.float32)
-        lacks = product("hgck,hgkv->hgcv", self.of_state, held)
-        found = product("hck,hgkv->hgcv", self.q, held) * self.since[..., None]
+        lacks = self.product("hgck,hgkv->hgcv", self.of_state, held)
+        found = self.product("hck,hgkv->hgcv", self.q, held) * self.since[..., None]
         reads, stays = reads[:, None], stays[:, None]
         u = self.own - jnp.where(reads, lacks, 0.0)
-        out = jnp.where(reads, found, 0.0) + product("hgcd,hgdv->hgcv", self.scores, u)
+        out = jnp.where(reads, found, 0.0) + self.product("hgcd,hgdv->hgcv", self.scores, u)
         added = jnp.where(stays, u * self.until[..., None], 0.0)
-        return out, held * decay[..., None, None] + product("hck,hgcv->hgkv", self.k, added)
+        return out, held * decay[..., None, None] + self.product("hck,hgcv->hgkv", self.k, added)
 
 
-def within_chunks(
-    q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array, row: jax.Array
-) -> DeltaChunks:
+def within_chunks(operands: Operands, row: jax.Array) -> DeltaChunks:
     """Cuts T tokens into chunks of consecutive ones, padded, and computes what needs no state.
 
     row: int32 [T]; the sequence of each token, -1 for none, which may then be anything; a sequence's tokens are
         consecutive.
     """
+    q, k, v, log_decay, beta = operands
     tokens, key_heads, _ = q.shape
     q, k, v = (jnp.where((row >= 0)[:, None, None], x, 0) for x in (q, k, v))
     group, precision = v.shape[1] // key_heads, precision_of(q.dtype)

@@ -9,8 +9,10 @@ import jax
 import triton
 import triton.language as tl
 
+from jpaged.pallas_kernels.common.rows import Rows
 from jpaged.pallas_kernels.common.triton_call import Launch, call
 from jpaged.pallas_kernels.gated_delta_rule import triton_chunks
+from jpaged.pallas_kernels.gated_delta_rule.operands import Operands
 from jpaged.pallas_kernels.gated_delta_rule.triton_chunks import gated_delta_chunks
 
 __all__ = ["gated_delta_chunks", "gated_delta_step", "unsupported"]
@@ -30,22 +32,13 @@ def unsupported(states: jax.Array, q: jax.Array, query_starts: jax.Array | None 
 
 
 @jax.jit  # so that the layers of a model lower the kernel once between them
-def gated_delta_step(
-    states: jax.Array,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    log_decay: jax.Array,
-    beta: jax.Array,
-    slots: jax.Array,
-    fresh: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+def gated_delta_step(states: jax.Array, operands: Operands, rows: Rows) -> tuple[jax.Array, jax.Array]:
     """`gated_delta_rule` of the package for rows of one token, checked."""
     num_slots, heads, key_dim, value_dim = states.shape
-    rows, key_heads, _ = q.shape
+    count, key_heads, _ = operands.q.shape
     height = triton.next_power_of_2(key_dim)
     width = min(triton.next_power_of_2(value_dim), max(8, _CTA_NUMBERS // height))
-    launch = Launch((triton.cdiv(value_dim, width), heads, rows))
+    launch = Launch((triton.cdiv(value_dim, width), heads, count))
     constants = {
         "SLOTS": num_slots,
         "HEADS": heads,
@@ -56,8 +49,8 @@ def gated_delta_step(
         "WIDTH": width,
         "SCALE": key_dim**-0.5,
     }
-    out = jax.ShapeDtypeStruct((rows, heads, value_dim), v.dtype)
-    arrays = (q, k, v, log_decay, beta, slots, fresh.astype("int32"))
+    out = jax.ShapeDtypeStruct((count, heads, value_dim), operands.v.dtype)
+    arrays = (*operands, rows.slots, rows.fresh.astype("int32"))
     stepped, states = call(_gated_delta_step, launch, *arrays, updated=[states], out=[out], **constants)
     return stepped, states
 

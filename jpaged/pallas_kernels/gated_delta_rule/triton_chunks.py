@@ -25,8 +25,10 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from jpaged.pallas_kernels.common.rows import Rows
 from jpaged.pallas_kernels.common.triton_call import Launch, call
 from jpaged.pallas_kernels.common.triton_targets import for_family
+from jpaged.pallas_kernels.gated_delta_rule.operands import Operands
 
 MOST_KEY_DIM = 128
 """Of a state that the second kernel holds in registers, beside what it multiplies."""
@@ -71,18 +73,10 @@ def unsupported(states: jax.Array, q: jax.Array) -> str | None:
 
 
 @jax.jit  # so that the layers of a model lower the kernels once between them
-def gated_delta_chunks(
-    states: jax.Array,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    log_decay: jax.Array,
-    beta: jax.Array,
-    slots: jax.Array,
-    fresh: jax.Array,
-    query_starts: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+def gated_delta_chunks(states: jax.Array, operands: Operands, rows: Rows) -> tuple[jax.Array, jax.Array]:
     """`gated_delta_rule` of the package, checked, by chunks for rows of any length."""
+    (q, k, v, log_decay, beta), (_, fresh, query_starts) = operands, rows
+    assert query_starts is not None
     num_slots, heads, key_dim, value_dim = states.shape
     tokens, key_heads, _ = q.shape
     config = default_config(q.dtype.itemsize)
@@ -99,7 +93,7 @@ def gated_delta_chunks(
         "CHUNK": size,
         "PRECISION": "tf32" if q.dtype.itemsize < 4 else "ieee",
     }
-    ends, slots = _rows_with_chunks(slots, query_starts, num_slots)
+    ends, slots = _rows_with_chunks(rows.slots, query_starts, num_slots)
     firsts, counts = _chunks(query_starts[:-1], ends, size, tokens)
     of_chunk = jax.ShapeDtypeStruct((tokens, heads, size), jnp.float32)
     four = jax.ShapeDtypeStruct((4, tokens, heads), jnp.float32)

@@ -38,11 +38,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jpaged.pallas_kernels.devices import num_multiprocessors
 from jpaged.pallas_kernels.gated_product import hopper_interpreted, hopper_primitives
-from jpaged.pallas_kernels.gated_product.hopper_primitives import LINES, STORED
+from jpaged.pallas_kernels.gated_product.hopper_cta import RANK, DenseCta, Stages
+from jpaged.pallas_kernels.gated_product.hopper_primitives import STORED
 from jpaged.pallas_kernels.gated_product.hopper_tiling import DEPTH, LEAST_ROWS, ROWS, Tiling, pick_tiling
 
 _GROUP_BYTES = 16 << 20  # of x, to stay in the L2 cache while all of w passes by
-_RANK = "rank"  # of a CTA in its cluster
 
 
 def unsupported(x: jax.Array, w: jax.Array) -> str | None:
@@ -91,11 +91,11 @@ def gated_product(
     kernel = plgpu.kernel(
         functools.partial(_kernel, s, gpu),
         out_type=jax.ShapeDtypeStruct(gpu.stored_shape((rows, columns), s.padded), x.dtype),
-        scratch_types=_scratch(s),
+        scratch_types=Stages.of(tiling, x.dtype, (2, tiling.blocks)),
         grid=(s.clusters,),
         grid_names=("cta",),
         cluster=(math.prod(tiling.cluster),),
-        cluster_names=(_RANK,),
+        cluster_names=(RANK,),
         num_threads=tiling.consumers + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
@@ -154,79 +154,20 @@ class _Arguments(NamedTuple):
     out: Any  # [M, I]
 
 
-class _Scratch(NamedTuple):
-    """Shared memory, and its barriers.
-
-    full: by every copy into the stage. free: by each consumer of all CTAs that get what is copied there.
-    """
-
-    x: Any  # [stages, rows, 64]
-    w: Any  # [stages, 2, blocks, 64, 64]
-    full: Any
-    free: Any
-
-
-def _scratch(s: _Shape) -> _Scratch:
-    t = s.tiling
-    return _Scratch(
-        x=plgpu.SMEM((t.stages, t.rows, DEPTH), s.dtype, transforms=LINES),
-        w=plgpu.SMEM((t.stages, 2, t.blocks, DEPTH, DEPTH), s.dtype, transforms=LINES),
-        full=plgpu.Barrier(num_barriers=t.stages, num_arrivals=1 + 2 * t.blocks),
-        free=plgpu.ClusterBarrier(collective_axes=(_RANK,), num_barriers=t.stages, num_arrivals=t.consumers),
-    )
-
-
-class _Cta(NamedTuple):
-    """A CTA at work, as each of its warpgroups sees it."""
-
-    shape: _Shape
-    gmem: _Arguments
-    smem: _Scratch
-    gpu: ModuleType  # `hopper_primitives`, or `hopper_interpreted` on a CPU
-    cluster: jax.Array
-    rank: jax.Array
-    wg: jax.Array  # 0 .. consumers - 1, then the producer
-    turns: jax.Array  # tiles of this CTA
-
-    def tile(self, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """First row and first column of this CTA's tile: strip by strip within a group of rows."""
-        s, t = self.shape, self.shape.tiling
-        number = turn * s.clusters + self.cluster
-        group = lax.div(number, s.group * s.strips)
-        within = lax.rem(number, s.group * s.strips)
-        tall = jnp.minimum(s.row_tiles - group * s.group, s.group)
-        down, across = t.cluster  # one of them is 1
-        row_tile = (group * s.group + lax.rem(within, tall)) * down + (self.rank if down > 1 else 0)
-        strip = lax.div(within, tall) * across + (self.rank if across > 1 else 0)
-        return row_tile * t.rows, strip * t.columns
-
-    def slot(self, step: jax.Array) -> jax.Array:
-        """Where the operands of a step, counted over all tiles, are."""
-        return lax.rem(step, self.shape.tiling.stages)
-
-
 def _kernel(s: _Shape, gpu: ModuleType, *refs: Any) -> None:
-    gmem, smem = _Arguments(*refs[: len(_Arguments._fields)]), _Scratch(*refs[len(_Arguments._fields) :])
-    cluster, rank, wg = lax.axis_index("cta"), lax.axis_index(_RANK), lax.axis_index("wg")
+    gmem, smem = _Arguments(*refs[: len(_Arguments._fields)]), Stages(*refs[len(_Arguments._fields) :])
+    cluster, rank, wg = lax.axis_index("cta"), lax.axis_index(RANK), lax.axis_index("wg")
     turns = lax.div(s.row_tiles * s.strips - 1 - cluster, s.clusters) + 1
-    c = _Cta(s, gmem, smem, gpu, cluster, rank, wg, turns)
-    pl.when(wg == s.tiling.consumers)(functools.partial(_produce, c))
-    pl.when(wg < s.tiling.consumers)(functools.partial(_consume, c))
+    DenseCta(s, gmem, smem, gpu, cluster, rank, wg, turns).work(_load, _consume)
 
 
-def _produce(c: _Cta) -> None:
-    """The producer warpgroup, of which one warp does all."""
-    c.gpu.set_registers(c.shape.tiling.registers[1], "decrease")
-    c.gpu.in_warps(lambda _: _load(c), "operands")
-
-
-def _load(c: _Cta) -> None:
+def _load(c: DenseCta) -> None:
     """Brings the operands of all tiles into shared memory."""
     s, t, gmem, smem = c.shape, c.shape.tiling, c.gmem, c.smem
 
     def load(what: str, source: Any, target: Any, full: Any) -> None:
         # A copy that both CTAs of a cluster ask for is made by halves, each of which goes to both.
-        plgpu.copy_gmem_to_smem(source, target, full, collective_axes=_RANK if t.shared == what else None)
+        plgpu.copy_gmem_to_smem(source, target, full, collective_axes=RANK if t.shared == what else None)
 
     def load_tile(turn: jax.Array, step: jax.Array) -> jax.Array:
         row, column = c.tile(turn)
@@ -245,13 +186,10 @@ def _load(c: _Cta) -> None:
 
         return lax.fori_loop(0, s.steps, load_step, step)
 
-    steps = lax.fori_loop(0, c.turns, load_tile, jnp.int32(0))
-    # Every release is waited for: a CTA's shared memory, where the other of its cluster arrives, ends with it.
-    for slot in range(t.stages):
-        pl.when(slot < steps)(lambda slot=slot: plgpu.barrier_wait(smem.free.at[slot]))
+    c.await_releases(lax.fori_loop(0, c.turns, load_tile, jnp.int32(0)))
 
 
-def _consume(c: _Cta) -> None:
+def _consume(c: DenseCta) -> None:
     """A consumer warpgroup."""
     s, t, smem = c.shape, c.shape.tiling, c.smem
     c.gpu.set_registers(t.registers[0], "increase")
@@ -259,19 +197,14 @@ def _consume(c: _Cta) -> None:
     def consume_tile(turn: jax.Array, step: jax.Array) -> jax.Array:
         row, column = c.tile(turn)
 
-        def add(step: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            plgpu.barrier_wait(smem.full.at[c.slot(step)])
-            x, w = smem.x.at[c.slot(step), pl.ds(c.wg * ROWS, ROWS)], smem.w.at[c.slot(step)]
-            return c.gpu.add_products(*sums, x, w)
-
         def next_step(_: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
             step, sums = carry
-            sums = add(step, sums)
+            sums = c.add(step, sums)
             c.gpu.await_products_before()
             plgpu.barrier_arrive(smem.free.at[c.slot(step - 1)])
             return step + 1, sums
 
-        step, sums = lax.fori_loop(1, s.steps, next_step, (step + 1, add(step, c.gpu.zeros(t.columns))))
+        step, sums = lax.fori_loop(1, s.steps, next_step, (step + 1, c.add(step, c.gpu.zeros(t.columns))))
         gate, up = c.gpu.await_products(*sums)
         plgpu.barrier_arrive(smem.free.at[c.slot(step - 1)])
         for first in range(0, t.columns, STORED):
@@ -282,7 +215,7 @@ def _consume(c: _Cta) -> None:
     lax.fori_loop(0, c.turns, consume_tile, jnp.int32(0))
 
 
-def _finish(c: _Cta, gate: jax.Array, up: jax.Array, row: jax.Array, column: jax.Array) -> None:
+def _finish(c: DenseCta, gate: jax.Array, up: jax.Array, row: jax.Array, column: jax.Array) -> None:
     """From sums [64, up to 32] to the output, as far as that reaches."""
     if c.shape.biased:
         gate, up = gate + _bias(c, 0, column, gate.shape), up + _bias(c, 1, column, up.shape)
@@ -290,7 +223,7 @@ def _finish(c: _Cta, gate: jax.Array, up: jax.Array, row: jax.Array, column: jax
     c.gpu.store_rows(c.gmem.out, tile, row, column)
 
 
-def _bias(c: _Cta, half: int, column: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _bias(c: DenseCta, half: int, column: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """The same for every row."""
     return c.gpu.load_for_all_rows(c.gmem.bias.at[half, pl.ds(column, shape[1])], shape[0])
 

@@ -27,9 +27,9 @@ ACCUMULATOR = plgpu.Layout.TILED(
     plgpu.Tiling(((64, 8), (16, 8), (8, 8), (2,), (1,))), warp_dims=(-8,), lane_dims=(-4, -3), vector_dim=-1
 )
 
-_STEP = 16  # of the shared axis, in one wgmma
-_LINE_BYTES = 2 * DEPTH
-_ATOM_BYTES = 8 * _LINE_BYTES  # eight lines, after which the swizzle repeats
+STEP = 16  # of the shared axis, in one wgmma
+LINE_BYTES = 2 * DEPTH
+ATOM_BYTES = 8 * LINE_BYTES  # eight lines, after which the swizzle repeats
 
 
 def zeros(columns: int) -> tuple[jax.Array, jax.Array]:
@@ -42,7 +42,7 @@ def zeros(columns: int) -> tuple[jax.Array, jax.Array]:
         zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
         layout = ACCUMULATOR.to_mgpu()
         fresh = [mgpu.FragmentedArray.splat(zero, (ROWS, columns), layout) for _ in range(2)]
-        return _pinned(*fresh)
+        return pinned(*fresh)
 
     return tuple(begin())
 
@@ -63,23 +63,23 @@ def add_products(first: jax.Array, second: jax.Array, x_ref: Any, w_ref: Any) ->
         kind = "bf16" if ir.MemRefType(x.type).element_type == ir.BF16Type.get() else "f16"
         blocks = ir.MemRefType(w.type).shape[1]
         registers = [[vector.extract(r, [], [0]) for r in acc.registers.flat] for acc in (first, second)]
-        x_lines, w_lines = _address(x), _address(w)
-        _do("wgmma.fence.sync.aligned;")
+        x_lines, w_lines = address(x), address(w)
+        do("wgmma.fence.sync.aligned;")
         # Rows of x are lines of the shared axis. Rows of w are lines of columns: the next 64 of these are a block on.
-        for step in range(DEPTH // _STEP):
-            lhs = _descriptor(x_lines, 2 * _STEP * step, 0, _ATOM_BYTES)
-            at = _LINE_BYTES * _STEP * step
+        for step in range(DEPTH // STEP):
+            lhs = descriptor(x_lines, 2 * STEP * step, 0, ATOM_BYTES)
+            at = LINE_BYTES * STEP * step
             if columns == DEPTH * blocks:
-                rhs = _descriptor(w_lines, at, _LINE_BYTES * DEPTH, _ATOM_BYTES)
-                both = _wgmma(kind, registers[0] + registers[1], lhs, rhs)
+                rhs = descriptor(w_lines, at, LINE_BYTES * DEPTH, ATOM_BYTES)
+                both = wgmma(kind, registers[0] + registers[1], lhs, rhs)
                 registers = [both[: columns // 2], both[columns // 2 :]]
                 continue
             for i in range(2):
-                start = at + i * blocks * _LINE_BYTES * DEPTH
-                rhs = _descriptor(w_lines, start, _LINE_BYTES * DEPTH, _ATOM_BYTES)
-                registers[i] = _wgmma(kind, registers[i], lhs, rhs)
-        _do("wgmma.commit_group.sync.aligned;")
-        return _rebuilt(first, registers[0]), _rebuilt(second, registers[1])
+                start = at + i * blocks * LINE_BYTES * DEPTH
+                rhs = descriptor(w_lines, start, LINE_BYTES * DEPTH, ATOM_BYTES)
+                registers[i] = wgmma(kind, registers[i], lhs, rhs)
+        do("wgmma.commit_group.sync.aligned;")
+        return rebuilt(first, registers[0]), rebuilt(second, registers[1])
 
     return tuple(issue(first, second, x_ref, w_ref))
 
@@ -95,8 +95,8 @@ def await_products(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.
     @plgpu.inline_mgpu(arg_types=(ACCUMULATOR, ACCUMULATOR), return_type=_accumulators(first.shape[1]))
     def wait(ctx: Any, first: Any, second: Any) -> tuple[Any, Any]:
         del ctx
-        _do("wgmma.wait_group.sync.aligned 0;")
-        return _pinned(first, second)
+        do("wgmma.wait_group.sync.aligned 0;")
+        return pinned(first, second)
 
     return tuple(wait(first, second))
 
@@ -111,7 +111,7 @@ def reciprocal(x: jax.Array) -> jax.Array:
         del ctx
         f32 = ir.F32Type.get()
         values = [vector.extract(register, [], [0]) for register in x.registers.flat]
-        return _rebuilt(x, [llvm.inline_asm(f32, [v], "rcp.approx.ftz.f32 $0, $1;", "=f,f") for v in values])
+        return rebuilt(x, [llvm.inline_asm(f32, [v], "rcp.approx.ftz.f32 $0, $1;", "=f,f") for v in values])
 
     return approximate(x)
 
@@ -161,14 +161,14 @@ def store_tile(
         warp, lane = warp_and_lane()
         octet = arith.remui(lane, constant(4))  # that this thread stores
         at = arith.addi(scalar(column), arith.muli(octet, constant(8)))
-        there = arith.andi(_less(at, constant(last)), _less(octet, constant(octets)))
+        there = arith.andi(less(at, constant(last)), less(octet, constant(octets)))
         mine = arith.addi(arith.muli(warp, constant(16)), arith.divui(lane, constant(4)))
         pairs = tile.registers.reshape(octets, 2, 2)  # of every eight columns: two rows, two columns
         for half in range(2):
             words = [_packed(pairs[i, half], element) for i in range(octets)]
             words = _transposed([*words, *[constant(0)] * (4 - octets)], octet)
             where = arith.addi(scalar(row), arith.addi(mine, constant(8 * half)))
-            with mgpu.utils.when(arith.andi(_less(where, bound), there)):
+            with mgpu.utils.when(arith.andi(less(where, bound), there)):
                 start = arith.muli(arith.extsi(i64, where), constant(width, 64))
                 target = offset(base, arith.addi(start, arith.extsi(i64, at)), element)
                 quad = vector.from_elements(ir.VectorType.get((4,), i32), words)
@@ -177,7 +177,7 @@ def store_tile(
     store(out_ref, tile, row, column, *ends)
 
 
-def _less(x: Any, bound: Any) -> Any:
+def less(x: Any, bound: Any) -> Any:
     return arith.cmpi(arith.CmpIPredicate.slt, x, bound)
 
 
@@ -185,16 +185,17 @@ def _accumulators(columns: int) -> tuple[Any, Any]:
     return (plgpu.ShapeDtypeStruct((ROWS, columns), jnp.float32, layout=ACCUMULATOR),) * 2
 
 
-def _pinned(*accumulators: Any) -> tuple[Any, ...]:
+def pinned(*accumulators: Any) -> tuple[Any, ...]:
     """The same, which the compiler may compute neither later nor read sooner than here."""
-    return tuple(mgpu.fragmented_array.optimization_barrier(*accumulators))
+    after = mgpu.fragmented_array.optimization_barrier(*accumulators)
+    return (after,) if len(accumulators) == 1 else tuple(after)
 
 
-def _do(ptx: str) -> None:
+def do(ptx: str) -> None:
     llvm.inline_asm(ir.Type.parse("!llvm.void"), [], ptx, "", has_side_effects=True)
 
 
-def _rebuilt(accumulator: Any, registers: list[Any]) -> Any:
+def rebuilt(accumulator: Any, registers: list[Any]) -> Any:
     """An accumulator of other registers."""
     one = ir.VectorType.get((1,), ir.F32Type.get())
     rebuilt = accumulator.copy()
@@ -203,14 +204,14 @@ def _rebuilt(accumulator: Any, registers: list[Any]) -> Any:
     return rebuilt
 
 
-def _address(ref: Any) -> Any:
+def address(ref: Any) -> Any:
     """Where an array in shared memory begins, as descriptors say it: in units of 16 bytes."""
     i64 = ir.IntegerType.get_signless(64)
     address = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref))
     return arith.shrui(arith.andi(address, constant(0x3FFFF, 64)), constant(4, 64))
 
 
-def _descriptor(address: Any, distance: int, leading: int, stride: int) -> Any:
+def descriptor(address: Any, distance: int, leading: int, stride: int) -> Any:
     """An operand of lines of 128 bytes that begins so many bytes behind an address.
 
     In units of 16 bytes: bits 0 on its address; 16 on, how far the next line's width of columns is, where lines are
@@ -220,15 +221,16 @@ def _descriptor(address: Any, distance: int, leading: int, stride: int) -> Any:
     return arith.addi(address, constant(fixed + (distance >> 4), 64))
 
 
-def _wgmma(kind: str, registers: list[Any], lhs: Any, rhs: Any) -> list[Any]:
-    """registers + lhs [64, 16] @ rhs [16, columns], whose lines are rows of the product's shared axis."""
+def wgmma(kind: str, registers: list[Any], lhs: Any, rhs: Any, *, lines_of_columns: bool = True) -> list[Any]:
+    """registers + lhs [64, 16] @ rhs [16, columns]. lines_of_columns: whether a line of rhs has 64 of these, for one
+    element of the shared axis; else it has 64 of that axis, as those of lhs do."""
     count = len(registers)
     f32 = ir.F32Type.get()
     listed = ",".join(f"${i}" for i in range(count))
     ptx = (
         f"{{ .reg .pred add; setp.eq.u32 add, 0, 0; "
-        f"wgmma.mma_async.sync.aligned.m64n{2 * count}k{_STEP}.f32.{kind}.{kind} "
-        f"{{{listed}}}, ${2 * count}, ${2 * count + 1}, add, 1, 1, 0, 1; }}"
+        f"wgmma.mma_async.sync.aligned.m64n{2 * count}k{STEP}.f32.{kind}.{kind} "
+        f"{{{listed}}}, ${2 * count}, ${2 * count + 1}, add, 1, 1, 0, {int(lines_of_columns)}; }}"
     )
     constraints = ["=f"] * count + [str(i) for i in range(count)] + ["l", "l"]
     kinds = llvm.StructType.get_literal([f32] * count)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jpaged.pallas_kernels import devices
 from jpaged.pallas_kernels.common import arguments as check
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
-from jpaged.pallas_kernels.grouped_product.tiles import HOPPER_HEIGHTS, TRITON_HEIGHTS, RowTiles, most_tiles
+from jpaged.pallas_kernels.grouped_product.tiles import HOPPER_HEIGHTS, TRITON_HEIGHTS, RowGroups, RowTiles, most_tiles
 from jpaged.pallas_kernels.registry import Op, canonical, is_hopper
 
 GATED = Op("gated_grouped_product", __package__)
@@ -69,7 +69,7 @@ def gated_grouped_product(
     product = GATED.pick(backend, x, w).run
     if _is_empty(x, w):
         return jnp.zeros((x.shape[0], w.shape[3]), x.dtype)
-    return product(x, w, group_sizes, groups, activation=activation, known=tiles)
+    return product(x, w, RowGroups(group_sizes, groups, tiles), activation=activation)
 
 
 def weighted_grouped_product(
@@ -103,7 +103,7 @@ def weighted_grouped_product(
     product = WEIGHTED.pick(backend, x, w).run
     if _is_empty(x, w):
         return jnp.zeros((x.shape[0], w.shape[2]), x.dtype)
-    return product(x, w, group_sizes, groups, weights, known=tiles)
+    return product(x, w, RowGroups(group_sizes, groups, tiles), weights)
 
 
 def tile_height(rows: int, groups: int, backend: str | None = None) -> int:

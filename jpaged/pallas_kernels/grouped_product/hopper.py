@@ -32,12 +32,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jpaged.pallas_kernels.devices import num_multiprocessors
 from jpaged.pallas_kernels.gated_product.hopper import activated
-from jpaged.pallas_kernels.gated_product.hopper_primitives import LINES, STORED
+from jpaged.pallas_kernels.gated_product.hopper_cta import RANK, Cta, Stages
+from jpaged.pallas_kernels.gated_product.hopper_primitives import STORED
 from jpaged.pallas_kernels.gated_product.hopper_tiling import DEPTH, ROWS
 from jpaged.pallas_kernels.grouped_product import hopper_interpreted, hopper_primitives, tiles
 from jpaged.pallas_kernels.grouped_product.hopper_tiling import FEW_ROWS, Tiling, pick_tiling
-
-_RANK = "rank"  # of a CTA in its cluster
 
 
 def unsupported(x: jax.Array, w: jax.Array) -> str | None:
@@ -54,34 +53,28 @@ def unsupported(x: jax.Array, w: jax.Array) -> str | None:
 def gated_grouped_product(
     x: jax.Array,
     w: jax.Array,
-    group_sizes: jax.Array | None,
-    groups: jax.Array | None,
+    groups: tiles.RowGroups,
     *,
     activation: str,
-    known: tiles.RowTiles | None = None,
     tiling: Tiling | None = None,
     ctas: int | None = None,
     interpret: object = None,
 ) -> jax.Array:
     """`gated_grouped_product` of the package, for arguments that are checked and that `unsupported` lets pass.
 
-    Args:
-        tiling, ctas: to try others than `pick_tiling`'s; a block a multiprocessor.
-        interpret: parameters of the Mosaic interpreter, to run on a CPU.
+    tiling, ctas, interpret: as of `gated_product.hopper.gated_product`.
     """
     # Nobody reads weights there; ones would be a kernel of their own.
-    return _product(x, w, group_sizes, groups, known, x, activation, tiling, ctas, interpret)
+    return _product(x, w, groups, x, activation, tiling, ctas, interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("tiling", "ctas", "interpret"))
 def weighted_grouped_product(
     x: jax.Array,
     w: jax.Array,
-    group_sizes: jax.Array | None,
-    groups: jax.Array | None,
+    groups: tiles.RowGroups,
     weights: jax.Array,
     *,
-    known: tiles.RowTiles | None = None,
     tiling: Tiling | None = None,
     ctas: int | None = None,
     interpret: object = None,
@@ -91,15 +84,13 @@ def weighted_grouped_product(
     halves = w.reshape(experts, depth, 2, columns // 2)
     behind = weights.shape[0] - x.shape[0]
     padded = jnp.pad(weights, (0, max(0, 2 * ROWS - behind)))  # the last tile reaches past the rows
-    return _product(x, halves, group_sizes, groups, known, padded, None, tiling, ctas, interpret)
+    return _product(x, halves, groups, padded, None, tiling, ctas, interpret)
 
 
 def _product(
     x: jax.Array,
     w: jax.Array,
-    group_sizes: jax.Array | None,
-    groups: jax.Array | None,
-    known: tiles.RowTiles | None,
+    groups: tiles.RowGroups,
     weights: jax.Array,
     activation: str | None,
     tiling: Tiling | None,
@@ -110,7 +101,7 @@ def _product(
     experts, _, _, columns = w.shape
     ctas = ctas or num_multiprocessors()
     tiling = tiling or pick_tiling(rows, experts, columns)
-    listed, ends = tiles.plan(group_sizes, groups, experts, rows=rows, height=tiling.rows, known=known)
+    listed, ends = tiles.plan(groups, experts, rows=rows, height=tiling.rows)
     s = _Shape(
         tiling=tiling,
         depth=depth,
@@ -125,11 +116,11 @@ def _product(
     kernel = plgpu.kernel(
         functools.partial(_kernel, s, gpu),
         out_type=jax.ShapeDtypeStruct((rows, width), x.dtype),
-        scratch_types=_scratch(s),
+        scratch_types=Stages.of(tiling, x.dtype, (2, tiling.blocks)),
         grid=(s.clusters,),
         grid_names=("cta",),
         cluster=(tiling.cluster,),
-        cluster_names=(_RANK,),
+        cluster_names=(RANK,),
         num_threads=tiling.consumers + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
@@ -167,39 +158,8 @@ class _Arguments(NamedTuple):
     out: Any  # [A, columns], or [A, 2 * columns] if weighted
 
 
-class _Scratch(NamedTuple):
-    """Shared memory, and its barriers.
-
-    full: by every copy into the stage. free: by each consumer of all CTAs that get what is copied there.
-    """
-
-    x: Any  # [stages, rows, 64]
-    w: Any  # [stages, 2, blocks, 64, 64]
-    full: Any
-    free: Any
-
-
-def _scratch(s: _Shape) -> _Scratch:
-    t = s.tiling
-    return _Scratch(
-        x=plgpu.SMEM((t.stages, t.rows, DEPTH), s.dtype, transforms=LINES),
-        w=plgpu.SMEM((t.stages, 2, t.blocks, DEPTH, DEPTH), s.dtype, transforms=LINES),
-        full=plgpu.Barrier(num_barriers=t.stages, num_arrivals=1 + 2 * t.blocks),
-        free=plgpu.ClusterBarrier(collective_axes=(_RANK,), num_barriers=t.stages, num_arrivals=t.consumers),
-    )
-
-
-class _Cta(NamedTuple):
-    """A CTA at work, as each of its warpgroups sees it."""
-
-    shape: _Shape
-    gmem: _Arguments
-    smem: _Scratch
-    gpu: ModuleType  # `hopper_primitives`, or `hopper_interpreted` on a CPU
-    cluster: jax.Array
-    rank: jax.Array
-    wg: jax.Array  # 0 .. consumers - 1, then the producer
-    turns: jax.Array  # tiles of this CTA
+class _Cta(Cta):
+    """With the tiles that it takes."""
 
     def tile(self, turn: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """(group, first row, end row, first column) of this CTA's tile: all strips of a tile, then the next."""
@@ -210,24 +170,12 @@ class _Cta(NamedTuple):
         column = (strip * t.cluster + (self.rank if t.paired else 0)) * t.columns
         return group, first, end, column
 
-    def slot(self, step: jax.Array) -> jax.Array:
-        """Where the operands of a step, counted over all tiles, are."""
-        return lax.rem(step, self.shape.tiling.stages)
-
 
 def _kernel(s: _Shape, gpu: ModuleType, *refs: Any) -> None:
-    gmem, smem = _Arguments(*refs[: len(_Arguments._fields)]), _Scratch(*refs[len(_Arguments._fields) :])
-    cluster, rank, wg = lax.axis_index("cta"), lax.axis_index(_RANK), lax.axis_index("wg")
+    gmem, smem = _Arguments(*refs[: len(_Arguments._fields)]), Stages(*refs[len(_Arguments._fields) :])
+    cluster, rank, wg = lax.axis_index("cta"), lax.axis_index(RANK), lax.axis_index("wg")
     turns = lax.div(gmem.ends[gmem.ends.shape[0] - 1] * s.strips + (s.clusters - 1) - cluster, s.clusters)
-    c = _Cta(s, gmem, smem, gpu, cluster, rank, wg, turns)
-    pl.when(wg == s.tiling.consumers)(functools.partial(_produce, c))
-    pl.when(wg < s.tiling.consumers)(functools.partial(_consume, c))
-
-
-def _produce(c: _Cta) -> None:
-    """The producer warpgroup, of which one warp does all."""
-    c.gpu.set_registers(c.shape.tiling.registers[1], "decrease")
-    c.gpu.in_warps(lambda _: _load(c), "operands")
+    _Cta(s, gmem, smem, gpu, cluster, rank, wg, turns).work(_load, _consume)
 
 
 def _load(c: _Cta) -> None:
@@ -240,7 +188,7 @@ def _load(c: _Cta) -> None:
             gmem.x.at[pl.ds(first, rows), depth],
             smem.x.at[slot, pl.ds(0, rows)],
             smem.full.at[slot],
-            collective_axes=_RANK if t.paired else None,
+            collective_axes=RANK if t.paired else None,
         )
 
     def load_tile(turn: jax.Array, step: jax.Array) -> jax.Array:
@@ -265,10 +213,7 @@ def _load(c: _Cta) -> None:
 
         return lax.fori_loop(0, jnp.where(end > first, s.steps, 0), load_step, step)
 
-    steps = lax.fori_loop(0, c.turns, load_tile, jnp.int32(0))
-    # Every release is waited for: a CTA's shared memory, where the other of its cluster arrives, ends with it.
-    for slot in range(t.stages):
-        pl.when(slot < steps)(lambda slot=slot: plgpu.barrier_wait(smem.free.at[slot]))
+    c.await_releases(lax.fori_loop(0, c.turns, load_tile, jnp.int32(0)))
 
 
 def _consume(c: _Cta) -> None:
@@ -278,25 +223,33 @@ def _consume(c: _Cta) -> None:
 
     def consume_tile(turn: jax.Array, step: jax.Array) -> jax.Array:
         _, first, end, column = c.tile(turn)
-        pl.when(end > first)(lambda: sum_tile(first, end, column, step))
+        own = first + c.wg * ROWS  # the first row of this warpgroup's
+        pl.when(end > own)(lambda: sum_tile(own, end, column, step))
+        if t.consumers > 1:
+            pl.when((end > first) & (end <= own))(lambda: pass_tile(step))
         return step + jnp.where(end > first, s.steps, 0)
 
-    def sum_tile(first: jax.Array, end: jax.Array, column: jax.Array, step: jax.Array) -> None:
-        def add(step: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            plgpu.barrier_wait(smem.full.at[c.slot(step)])
-            x, w = smem.x.at[c.slot(step), pl.ds(c.wg * ROWS, ROWS)], smem.w.at[c.slot(step)]
-            return c.gpu.add_products(*sums, x, w)
+    def pass_tile(step: jax.Array) -> None:
+        """Releases the stages unread: this warpgroup has no rows in the tile."""
 
+        def pass_step(i: jax.Array, _: jax.Array) -> jax.Array:
+            plgpu.barrier_wait(smem.full.at[c.slot(step + i)])
+            plgpu.barrier_arrive(smem.free.at[c.slot(step + i)])
+            return _
+
+        lax.fori_loop(0, s.steps, pass_step, jnp.int32(0))
+
+    def sum_tile(own: jax.Array, end: jax.Array, column: jax.Array, step: jax.Array) -> None:
         def next_step(i: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            sums = add(step + i, sums)
+            sums = c.add(step + i, sums)
             c.gpu.await_products_before()
             plgpu.barrier_arrive(smem.free.at[c.slot(step + i - 1)])
             return sums
 
-        sums = lax.fori_loop(1, s.steps, next_step, add(step, c.gpu.zeros(t.columns)))
+        sums = lax.fori_loop(1, s.steps, next_step, c.add(step, c.gpu.zeros(t.columns)))
         halves = c.gpu.await_products(*sums)
         plgpu.barrier_arrive(smem.free.at[c.slot(step + s.steps - 1)])
-        _finish(c, halves, first + c.wg * ROWS, end, column)
+        _finish(c, halves, own, end, column)
 
     lax.fori_loop(0, c.turns, consume_tile, jnp.int32(0))
 

@@ -7,28 +7,8 @@ import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jpaged.pallas_kernels.common.hopper_primitives import in_warps, set_registers
-from jpaged.pallas_kernels.gated_product.hopper_primitives import (
-    ACCUMULATOR,
-    add_products,
-    await_products,
-    await_products_before,
-    reciprocal,
-    store_tile,
-    zeros,
-)
-
-__all__ = [
-    "add_products",
-    "await_products",
-    "await_products_before",
-    "in_warps",
-    "load_for_all_columns",
-    "reciprocal",
-    "set_registers",
-    "store_tile",
-    "zeros",
-]
+from jpaged.pallas_kernels.gated_product.hopper_primitives import *  # noqa: F403  (kernels call them through this module)
+from jpaged.pallas_kernels.gated_product.hopper_primitives import ACCUMULATOR
 
 
 def load_for_all_columns(rows_ref: Any, columns: int) -> jax.Array:

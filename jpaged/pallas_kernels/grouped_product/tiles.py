@@ -8,6 +8,7 @@ A tile's rows are one range, of one group alone.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,17 @@ class RowTiles:
     height: int
 
 
+class RowGroups(NamedTuple):
+    """The group of each row, as of `api.py`: one of the first two, and None for the other.
+
+    sizes: int32 [E], of sorted rows. of_rows: int32 [A]. tiles: of sorted rows, where they are known.
+    """
+
+    sizes: jax.Array | None
+    of_rows: jax.Array | None
+    tiles: RowTiles | None = None
+
+
 def most_tiles(rows: int, groups: int, height: int) -> int:
     """The most tiles that so many rows in so many groups can have."""
     return rows // height + min(rows, groups)
@@ -52,23 +64,14 @@ def plan_rows(groups: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]
     return jnp.stack([jnp.where(exists, groups, 0), row, row + exists], axis=1), jnp.array([rows], jnp.int32)
 
 
-def plan(
-    group_sizes: jax.Array | None,
-    groups: jax.Array | None,
-    num_groups: int,
-    *,
-    rows: int,
-    height: int,
-    known: RowTiles | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """`plan_tiles` or `plan_rows`, by which of the two is given. known: tiles of these rows, taken if the height is
-    theirs."""
-    if known is not None and known.height == height:
-        return known.listed, known.ends
-    if groups is not None:
-        return plan_rows(groups, num_groups)
-    assert group_sizes is not None
-    return plan_tiles(group_sizes, rows=rows, height=height)
+def plan(groups: RowGroups, num_groups: int, *, rows: int, height: int) -> tuple[jax.Array, jax.Array]:
+    """The tiles that are known, if they are of this height; else `plan_tiles` or `plan_rows`."""
+    if groups.tiles is not None and groups.tiles.height == height:
+        return groups.tiles.listed, groups.tiles.ends
+    if groups.of_rows is not None:
+        return plan_rows(groups.of_rows, num_groups)
+    assert groups.sizes is not None
+    return plan_tiles(groups.sizes, rows=rows, height=height)
 
 
 def plan_tiles(group_sizes: jax.Array, *, rows: int, height: int) -> tuple[jax.Array, jax.Array]:

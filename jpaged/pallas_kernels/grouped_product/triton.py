@@ -20,7 +20,7 @@ import triton.language as tl
 from jpaged.pallas_kernels.common.triton_call import Launch, call
 from jpaged.pallas_kernels.common.triton_targets import for_family
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
-from jpaged.pallas_kernels.grouped_product.tiles import END, FIRST, GROUP, RowTiles, plan
+from jpaged.pallas_kernels.grouped_product.tiles import END, FIRST, GROUP, RowGroups, plan
 
 _GROUP, _FIRST, _END = (tl.constexpr(x) for x in (GROUP, FIRST, END))
 _NAMES = tuple(ACTIVATIONS)
@@ -65,41 +65,25 @@ def unsupported(x: jax.Array, w: jax.Array) -> str | None:
 
 @partial(jax.jit, static_argnames=("activation", "config"))
 def gated_grouped_product(
-    x: jax.Array,
-    w: jax.Array,
-    group_sizes: jax.Array | None,
-    groups: jax.Array | None,
-    *,
-    activation: str,
-    known: RowTiles | None = None,
-    config: Config | None = None,
+    x: jax.Array, w: jax.Array, groups: RowGroups, *, activation: str, config: Config | None = None
 ) -> jax.Array:
     """`gated_grouped_product` of the package, checked. config: to try others than the table's."""
     # Nobody reads weights there; ones would be a kernel of their own.
-    return _product(x, w, group_sizes, groups, known, x, w.shape[3], _NAMES.index(activation), config)
+    return _product(x, w, groups, x, w.shape[3], _NAMES.index(activation), config)
 
 
 @partial(jax.jit, static_argnames="config")
 def weighted_grouped_product(
-    x: jax.Array,
-    w: jax.Array,
-    group_sizes: jax.Array | None,
-    groups: jax.Array | None,
-    weights: jax.Array,
-    *,
-    known: RowTiles | None = None,
-    config: Config | None = None,
+    x: jax.Array, w: jax.Array, groups: RowGroups, weights: jax.Array, *, config: Config | None = None
 ) -> jax.Array:
     """`weighted_grouped_product` of the package, checked. config: likewise."""
-    return _product(x, w, group_sizes, groups, known, weights, w.shape[2], _WEIGHTED.value, config)
+    return _product(x, w, groups, weights, w.shape[2], _WEIGHTED.value, config)
 
 
 def _product(
     x: jax.Array,
     w: jax.Array,
-    group_sizes: jax.Array | None,
-    groups: jax.Array | None,
-    known: RowTiles | None,
+    groups: RowGroups,
     weights: jax.Array,
     columns: int,
     ending: int,
@@ -110,7 +94,7 @@ def _product(
     config = config or default_config(rows, experts, x.dtype.itemsize)
     width = config.columns if ending != _WEIGHTED.value else 2 * config.columns
     strips = triton.cdiv(columns, width)
-    listed, ends = plan(group_sizes, groups, experts, rows=rows, height=config.rows, known=known)
+    listed, ends = plan(groups, experts, rows=rows, height=config.rows)
     launch = Launch((listed.shape[0] * strips,), config.warps, config.stages)
     constants: dict[str, Any] = {
         "LAST": ends.shape[0] - 1,
@@ -183,7 +167,7 @@ def activated(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == _SILU:
         return x * tl.sigmoid(x)
     elif ACTIVATION == _RELU:
-        return tl.maximum(x, 0.0)
+        return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif ACTIVATION == _GELU:
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:  # (1 + tanh(y)) / 2 is the sigmoid of 2 y

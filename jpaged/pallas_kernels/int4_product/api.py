@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.pallas_kernels.common import arguments as check
+from jpaged.pallas_kernels.int4_product.operands import Operands
 from jpaged.pallas_kernels.registry import Op, is_hopper
 
 OP = Op("int4_product", __package__, also={"triton": is_hopper})
@@ -56,8 +57,7 @@ def int4_product(
         group: inputs that share a scale; even, and a divisor of K; 16 of "nvfp4", whose K 32 divides.
         form: see `Form`.
         outer: float32 [N], of "nvfp4" alone.
-        dtype: of the result; x's if None.
-        backend: "triton" or "xla"; None picks by device and shapes.
+        dtype, backend: as of `fp8_product`.
     Returns:
         [M, N].
     Raises:
@@ -79,7 +79,7 @@ def int4_product(
     run = OP.pick(backend, x, w, group, form).run
     if 0 in (x.shape[0], w.shape[0]):
         return jnp.zeros((x.shape[0], w.shape[0]), dtype or x.dtype)
-    return run(x, w, scale, zero, outer, group=group, dtype=dtype or x.dtype)
+    return run(Operands(x, w, scale, zero, outer), group=group, dtype=dtype or x.dtype)
 
 
 def check_group(form: str, group: int | None, inputs: int) -> None:

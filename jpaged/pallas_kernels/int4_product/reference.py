@@ -8,22 +8,15 @@ from jax import lax
 
 from jpaged.pallas_kernels.common.numerics import precision_of
 from jpaged.pallas_kernels.int4_product.api import MIDDLE, NV_GROUP, NV_PACK
+from jpaged.pallas_kernels.int4_product.operands import Operands
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of four bits in MXFP4 and NVFP4, by their number."""
 
 
-def int4_product(
-    x: jax.Array,
-    w: jax.Array,
-    scale: jax.Array,
-    zero: jax.Array | None,
-    outer: jax.Array | None,
-    *,
-    group: int,
-    dtype: Any,
-) -> jax.Array:
+def int4_product(operands: Operands, *, group: int, dtype: Any) -> jax.Array:
     """`int4_product` of the package, checked."""
+    x, w, scale, zero, outer = operands
     wide = dequantized(w, scale, zero, group) if outer is None else nvfp4_dequantized(w, scale, outer)
     wide = wide.astype(x.dtype)
     dims = (((1,), (1,)), ((), ()))

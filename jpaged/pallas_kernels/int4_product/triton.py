@@ -21,8 +21,9 @@ from jpaged.pallas_kernels.common.numerics import as_bits
 from jpaged.pallas_kernels.common.triton_call import Launch, call
 from jpaged.pallas_kernels.common.triton_fp4 import inverse, widen_nvfp4
 from jpaged.pallas_kernels.common.triton_int4 import halves
-from jpaged.pallas_kernels.common.triton_targets import for_family
+from jpaged.pallas_kernels.common.triton_targets import by_shared_memory, for_family
 from jpaged.pallas_kernels.common.triton_tiles import splits_of
+from jpaged.pallas_kernels.int4_product.operands import Operands
 
 _GROUPS = (32, 64, 128)
 _NV_STEP = 128
@@ -43,7 +44,7 @@ class Config:
 
 _SMALL = (Config(16, 64, 4, 4), Config(32, 64, 4, 3), Config(64, 64, 4, 2))
 _LARGE = (Config(16, 64, 4, 6), Config(32, 64, 4, 4), Config(64, 128, 8, 3))
-_CONFIGS = {80: _LARGE, 86: _SMALL, 90: _LARGE, 100: _LARGE, 120: _SMALL}
+_CONFIGS = by_shared_memory(_LARGE, _SMALL)
 """By family of GPUs, from few rows to many. Not measured."""
 
 
@@ -74,18 +75,9 @@ _MOST_ROWS = 512
 
 
 @partial(jax.jit, static_argnames=("group", "dtype", "config"))
-def int4_product(
-    x: jax.Array,
-    w: jax.Array,
-    scale: jax.Array,
-    zero: jax.Array | None,
-    outer: jax.Array | None,
-    *,
-    group: int,
-    dtype: Any,
-    config: Config | None = None,
-) -> jax.Array:
+def int4_product(operands: Operands, *, group: int, dtype: Any, config: Config | None = None) -> jax.Array:
     """`int4_product` of the package, checked. config: to try others than the table's."""
+    x, w, scale, zero, outer = operands
     rows, depth = x.shape
     columns = w.shape[0]
     config = config or default_config(rows)

@@ -1,7 +1,10 @@
 """Block copy, gather and scatter as one Mosaic GPU kernel (Hopper): whole blocks, many at a time, of many layers.
 
-    grid (piece of a block, pair, layer)      TMA in, TMA out, up to 32 KiB a CTA; several CTAs a multiprocessor
+    grid (piece of a block, layer, pair)      TMA in, TMA out, up to 32 KiB a CTA; several CTAs a multiprocessor
                                               keep loads and stores of different pieces in flight together
+
+Pairs are CUDA's first axis, which Pallas names last: the others have at most 65,535 CTAs, and a few pages of the
+virtual layout may be more blocks than that.
 
 A launch takes up to `_LAYERS` layers' pools as separate references. Pools are written in place.
 """
@@ -82,8 +85,8 @@ def _move(
         body,
         out_type=(),
         scratch_types=[plgpu.SMEM((piece, block_size, head_dim), dtype), plgpu.Barrier()],
-        grid=(tiles // piece, pairs, layers),
-        grid_names=("piece", "pair", "layer"),
+        grid=(tiles // piece, layers, pairs),
+        grid_names=("piece", "layer", "pair"),
         kernel_name="paged_move_blocks",
         interpret=interpret,
     )(*pools, *staged, *ids)

@@ -23,7 +23,9 @@ import jax.numpy as jnp
 
 from jpaged.pallas_kernels.common import arguments as check
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
+from jpaged.pallas_kernels.grouped_product.tiles import RowGroups
 from jpaged.pallas_kernels.int4_product.api import check_group, check_outer
+from jpaged.pallas_kernels.quantized_grouped_product.operands import Experts, Operands, Options
 from jpaged.pallas_kernels.registry import Op, is_hopper
 
 OP = Op("quantized_grouped_product", __package__, also={"triton": is_hopper})
@@ -91,8 +93,8 @@ def quantized_grouped_product(
     columns = outputs if activation is None else outputs // 2
     if 0 in x.shape or 0 in w.shape:
         return jnp.zeros((x.shape[0], columns), x.dtype)
-    options = {"form": form, "group": group, "activation": activation}
-    return run(x, w, scale, zero, outer, group_sizes, groups, weights, **options)
+    operands = Operands(x, Experts(w, scale, zero, outer), RowGroups(group_sizes, groups), weights)
+    return run(operands, Options(form, group, activation))
 
 
 def _check(x: Any, w: Any, scale: Any, zero: Any, outer: Any, form: str, group: int | None) -> None:

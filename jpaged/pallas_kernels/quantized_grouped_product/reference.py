@@ -11,27 +11,17 @@ from jpaged.pallas_kernels.fp8_product.reference import dequantized as fp8_dequa
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
 from jpaged.pallas_kernels.int4_product.reference import dequantized as int4_dequantized
 from jpaged.pallas_kernels.int4_product.reference import e2m1, nvfp4_dequantized
+from jpaged.pallas_kernels.quantized_grouped_product.operands import Operands, Options
 
 
-@partial(jax.jit, static_argnames=("form", "group", "activation"))
-def quantized_grouped_product(
-    x: jax.Array,
-    w: jax.Array,
-    scale: jax.Array,
-    zero: jax.Array | None,
-    outer: jax.Array | None,
-    group_sizes: jax.Array | None,
-    groups: jax.Array | None,
-    weights: jax.Array | None,
-    *,
-    form: str,
-    group: int | None,
-    activation: str | None,
-) -> jax.Array:
+@partial(jax.jit, static_argnames="options")
+def quantized_grouped_product(operands: Operands, options: Options) -> jax.Array:
     """`quantized_grouped_product` of the package, checked.
 
     Each expert with rows multiplies them all, as `jax.lax.ragged_dot` does on most devices, and keeps its own.
     """
+    x, (w, scale, zero, outer), (group_sizes, groups, _), weights = operands
+    form, group, activation = options.form, options.group, options.activation
     experts = w.shape[0]
     if groups is None:
         assert group_sizes is not None

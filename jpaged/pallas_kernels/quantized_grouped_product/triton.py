@@ -29,6 +29,7 @@ from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
 from jpaged.pallas_kernels.grouped_product.tiles import END, FIRST, GROUP, plan
 from jpaged.pallas_kernels.grouped_product.triton import activated
 from jpaged.pallas_kernels.int4_product.api import NV_GROUP
+from jpaged.pallas_kernels.quantized_grouped_product.operands import Operands, Options
 
 _GROUP, _FIRST, _END = (tl.constexpr(x) for x in (GROUP, FIRST, END))
 _NAMES = tuple(ACTIVATIONS)
@@ -87,30 +88,18 @@ def unsupported(x: jax.Array, w: jax.Array, scale: jax.Array, form: str, group: 
 _FP8_GROUPS, _INT4_GROUPS = (64, 128), (32, 64, 128)
 
 
-@partial(jax.jit, static_argnames=("form", "group", "activation", "config"))
-def quantized_grouped_product(
-    x: jax.Array,
-    w: jax.Array,
-    scale: jax.Array,
-    zero: jax.Array | None,
-    outer: jax.Array | None,
-    group_sizes: jax.Array | None,
-    groups: jax.Array | None,
-    weights: jax.Array | None,
-    *,
-    form: str,
-    group: int | None,
-    activation: str | None,
-    config: Config | None = None,
-) -> jax.Array:
+@partial(jax.jit, static_argnames=("options", "config"))
+def quantized_grouped_product(operands: Operands, options: Options, config: Config | None = None) -> jax.Array:
     """`quantized_grouped_product` of the package, checked. config: to try others than the table's."""
+    x, (w, scale, zero, outer), groups, weights = operands
+    form, group, activation = options.form, options.group, options.activation
     rows, depth = x.shape
     experts, outputs, number = scale.shape
     config = config or default_config(rows, experts, form)
     columns = outputs if activation is None else outputs // 2
     width = 2 * config.outputs if activation is None else config.outputs
     strips = triton.cdiv(columns, width)
-    listed, ends = plan(group_sizes, groups, experts, rows=rows, height=config.rows)
+    listed, ends = plan(groups, experts, rows=rows, height=config.rows)
     launch = Launch((listed.shape[0] * strips,), config.warps, config.stages)
     if activation is not None:
         ending = _NAMES.index(activation)
@@ -125,8 +114,8 @@ def quantized_grouped_product(
     out = jax.ShapeDtypeStruct((rows, columns), x.dtype)
     # What is not there is not read either, and x stands for it.
     missing = [x if one is None else one for one in (zero, outer, weights)]
-    operands = (x, as_bits(w), as_bits(scale), *missing, listed, ends)
-    (product,) = call(_quantized_grouped_product, launch, *operands, out=[out], **constants)
+    arrays = (x, as_bits(w), as_bits(scale), *missing, listed, ends)
+    (product,) = call(_quantized_grouped_product, launch, *arrays, out=[out], **constants)
     return product
 
 

@@ -21,21 +21,12 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from jpaged.pallas_kernels.common import triton_attention as attention
 from jpaged.pallas_kernels.common.attention_arguments import Features, Operands, output_shape
 from jpaged.pallas_kernels.common.numerics import as_bits
-from jpaged.pallas_kernels.common.triton_attention import (
-    add_keys,
-    column_constants,
-    load_queries,
-    no_state,
-    products_and_values,
-    result,
-    score_constants,
-    scores,
-    unsupported,
-)
+from jpaged.pallas_kernels.common.triton_attention import unsupported
 from jpaged.pallas_kernels.common.triton_call import Launch, call
-from jpaged.pallas_kernels.common.triton_targets import for_family
+from jpaged.pallas_kernels.common.triton_targets import by_shared_memory, for_family
 from jpaged.pallas_kernels.ragged_attention.work_list import (
     COLUMNS,
     END,
@@ -95,24 +86,12 @@ the best of a sweep on an H200 (`benchmarks/triton_tiles.py`)."""
 
 _LARGE_LATENTS = {2: Config(rows=64, block_kv=32, warps=8, stages=2), 4: _AMPERE[256, 4]}
 _SMALL_LATENTS = {2: _AMPERE[512, 2], 4: _AMPERE[256, 4]}
-_OF_LATENTS = {
-    80: _LARGE_LATENTS,
-    86: _SMALL_LATENTS,
-    90: _LARGE_LATENTS,
-    100: _LARGE_LATENTS,
-    120: _SMALL_LATENTS,
-}
+_OF_LATENTS = by_shared_memory(_LARGE_LATENTS, _SMALL_LATENTS)
 """By family of GPUs, and bytes of a number: for the 512 + 64 columns of DeepSeek's latents. Not measured."""
 
 _LARGE_EXPANDED = Config(rows=128, block_kv=64, warps=8, stages=2)
 _SMALL_EXPANDED = Config(rows=128, block_kv=32, warps=8, stages=2)
-_OF_EXPANDED = {
-    80: _LARGE_EXPANDED,
-    86: _SMALL_EXPANDED,
-    90: _LARGE_EXPANDED,
-    100: _LARGE_EXPANDED,
-    120: _SMALL_EXPANDED,
-}
+_OF_EXPANDED = by_shared_memory(_LARGE_EXPANDED, _SMALL_EXPANDED)
 """By family of GPUs: for keys of 128 + 64 columns and values of 128, in 16 bits. Not measured."""
 
 
@@ -193,8 +172,8 @@ def ragged_attention(
         BLOCK=block_size,
         TABLE=block_tables.shape[1],
         CAUSAL=causal,
-        **column_constants(head_dim, features, latent),
-        **score_constants(features, alibi_slopes),
+        **attention.column_constants(head_dim, features, latent),
+        **attention.score_constants(features, alibi_slopes),
     )
     return out, lse
 
@@ -223,7 +202,7 @@ def _attend(
     kv_head = unit * TILE_HEADS // (HEADS // KV_HEADS)
     is_query = (token >= first) & (token < end) & (in_unit < TILE_HEADS)
     at = q + (token.to(tl.int64) * HEADS + head) * HEAD_DIM
-    queries, behind = load_queries(at, is_query, HEAD_DIM, VALUE_DIM, DIM, TAIL)
+    queries, behind = attention.load_queries(at, is_query, HEAD_DIM, VALUE_DIM, DIM, TAIL)
     slope = tl.load(slopes + head, mask=is_query, other=0.0) * 1.4426950408889634 if ALIBI else 0.0
     position = token + shift if CAUSAL else tl.zeros_like(token) + (kv_len - 1)
     # Below this no query of the tile sees a key.
@@ -235,7 +214,7 @@ def _attend(
         lo, lo_full, hi_full, hi, queries, behind, keys, tables, position, slope, first_seen, kv_len,
         ROWS, KV_HEADS, KEYS, BLOCK, HEAD_DIM, VALUE_DIM, DIM, LATENT, TAIL, SCALE, CAP, ALIBI, WINDOW,
     )  # fmt: skip
-    o, s = result(acc, top, total)
+    o, s = attention.result(acc, top, total)
     # Read again, so that the loops need not hold them in registers.
     token = tl.load(work + _TOKEN, volatile=True) + r // PLACES
     first, end = tl.load(work + _FIRST, volatile=True), tl.load(work + _END, volatile=True)
@@ -256,7 +235,7 @@ def _attend_steps(
     mask. One loop for all: a loop each would fill its pipeline of loads anew."""
     ARRAYS: tl.constexpr = 1 if LATENT else 2
     t = tl.arange(0, KEYS)
-    acc, top, total = no_state(ROWS, DIM)
+    acc, top, total = attention.no_state(ROWS, DIM)
     for step in range(lo, hi):
         # In place of keys that nobody sees, which may be NaN, one that somebody sees.
         key = tl.minimum(step * KEYS + t, kv_len - 1)
@@ -264,10 +243,10 @@ def _attend_steps(
             key = tl.maximum(key, first_seen)
         block = tl.load(tables + key // BLOCK).to(tl.int64)
         at = block * (ARRAYS * KV_HEADS * BLOCK * HEAD_DIM) + (key % BLOCK) * HEAD_DIM
-        products, v = products_and_values(
+        products, v = attention.products_and_values(
             queries, behind, pool + at, KV_HEADS * BLOCK * HEAD_DIM, HEAD_DIM, VALUE_DIM, DIM, LATENT, TAIL
         )
-        x, FACTOR = scores(products, SCALE, CAP, ALIBI)
+        x, FACTOR = attention.scores(products, SCALE, CAP, ALIBI)
         if ALIBI:
             x -= slope[:, None] * _room(position, step, t, KEYS).to(tl.float32)
         if (step < lo_full) | (step >= hi_full):
@@ -276,7 +255,7 @@ def _attend_steps(
             if WINDOW is not None:
                 seen &= room < WINDOW
             x = tl.where(seen, x, float("-inf"))
-        acc, top, total = add_keys(acc, top, total, x, v, FACTOR)
+        acc, top, total = attention.add_keys(acc, top, total, x, v, FACTOR)
     return acc, top, total
 
 

@@ -8,6 +8,7 @@ from jpaged.pallas_kernels.registry import Op
 from jpaged.pallas_kernels.rope_and_write import reference
 from jpaged.pallas_kernels.rope_and_write.projection import Projection
 from jpaged.pallas_kernels.round_rows.operands import Sums
+from jpaged.pallas_kernels.write_kv.destination import Destination
 
 OP = Op("rope_and_write", __package__, also={"triton": check.triton_on_hopper})
 
@@ -57,8 +58,7 @@ def rope_and_write(
     else:
         scales = qkv.of_rows, qkv.of_outputs.reshape(heads.shape[1:])
         projection = Projection(qkv.products.reshape(-1, *heads.shape[1:]), rotation, norms, scales)
-    options = {} if kv_scales is None else {"kv_scales": kv_scales}
-    return picked.run(kv_pool, projection, slot_mapping, norm_eps=norm_eps, **options)
+    return picked.run(kv_pool, projection, Destination(slot_mapping, kv_scales), norm_eps=norm_eps)
 
 
 def _in_heads(qkv: Sums, kv_heads: int, head_dim: int) -> jax.ShapeDtypeStruct:

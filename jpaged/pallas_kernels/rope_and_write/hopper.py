@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jpaged.pallas_kernels.common import hopper_interpreted, hopper_primitives
 from jpaged.pallas_kernels.rope_and_write.hopper_layout import thread_layout
 from jpaged.pallas_kernels.rope_and_write.projection import Projection
+from jpaged.pallas_kernels.write_kv.destination import Destination
 
 _VECTOR = 4  # columns a load; 8 would be 32 bytes of the float32 tables, twice what a load can have
 _CTA_NUMBERS = 6144  # of heads, at most, unless one KV head's group has more: 48 registers of a thread
@@ -43,13 +44,13 @@ def unsupported(kv_pool: jax.Array, qkv: jax.Array) -> str | None:
 
 @partial(jax.jit, static_argnames=("norm_eps", "interpret"))  # the layers of a model lower the kernel once
 def rope_and_write(
-    kv_pool: jax.Array, projection: Projection, slot_mapping: jax.Array, *, norm_eps: float, interpret: Any = None
+    kv_pool: jax.Array, projection: Projection, destination: Destination, *, norm_eps: float, interpret: Any = None
 ) -> tuple[jax.Array, jax.Array]:
     """`rope_and_write` of the package, checked. interpret: a `plgpu.InterpretGPUParams` runs the kernel on a CPU."""
     qkv, rotation, norms, scales = projection
     gpu = hopper_primitives if interpret is None else hopper_interpreted
     num_blocks, _, kv_heads, block_size, head_dim = kv_pool.shape
-    tokens, group, dtype = slot_mapping.size, qkv.shape[2] - 2, kv_pool.dtype
+    tokens, group, dtype = destination.slot_mapping.size, qkv.shape[2] - 2, kv_pool.dtype
     most = max(1, _CTA_NUMBERS // ((group + 2) * head_dim))
     heads = max(n for n in range(1, min(kv_heads, most) + 1) if kv_heads % n == 0)
     half = head_dim // 2
@@ -128,5 +129,5 @@ def rope_and_write(
         ),
         kernel_name="rope_and_write",
         interpret=interpret,
-    )(pool_ref, qkv, slot_mapping, rotation, norms, scales)
+    )(pool_ref, qkv, destination.slot_mapping, rotation, norms, scales)
     return q.reshape(tokens, kv_heads * group, head_dim), pool_ref[...]

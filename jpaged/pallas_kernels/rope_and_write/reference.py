@@ -5,20 +5,16 @@ import jax.numpy as jnp
 
 from jpaged.pallas_kernels.common.numerics import rms_norm
 from jpaged.pallas_kernels.rope_and_write.projection import Projection
+from jpaged.pallas_kernels.write_kv.destination import Destination
 from jpaged.pallas_kernels.write_kv.reference import write_kv
 
 
 def rope_and_write(
-    kv_pool: jax.Array,
-    projection: Projection,
-    slot_mapping: jax.Array,
-    *,
-    norm_eps: float,
-    kv_scales: jax.Array | None = None,
+    kv_pool: jax.Array, projection: Projection, destination: Destination, *, norm_eps: float
 ) -> tuple[jax.Array, jax.Array]:
     """`rope_and_write` of the package, checked."""
     q, k, v = split_qkv(projection, norm_eps)
-    return q, write_kv(kv_pool, k, v, slot_mapping, kv_scales)
+    return q, write_kv(kv_pool, k, v, destination)
 
 
 def split_qkv(projection: Projection, norm_eps: float) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -18,6 +18,7 @@ from jpaged.pallas_kernels.common.numerics import as_bits, from_bits
 from jpaged.pallas_kernels.common.triton_call import Launch, call
 from jpaged.pallas_kernels.common.triton_fp8 import narrow
 from jpaged.pallas_kernels.rope_and_write.projection import Projection
+from jpaged.pallas_kernels.write_kv.destination import Destination
 
 _CTA_NUMBERS = 2048  # 16 a thread, in float32
 
@@ -33,15 +34,10 @@ def unsupported(kv_pool: jax.Array, qkv: jax.Array) -> str | None:
 
 @partial(jax.jit, static_argnames="norm_eps")  # the layers of a model lower the kernel once
 def rope_and_write(
-    kv_pool: jax.Array,
-    projection: Projection,
-    slot_mapping: jax.Array,
-    *,
-    norm_eps: float,
-    kv_scales: jax.Array | None = None,
+    kv_pool: jax.Array, projection: Projection, destination: Destination, *, norm_eps: float
 ) -> tuple[jax.Array, jax.Array]:
     """`rope_and_write` of the package, checked."""
-    qkv, rotation, norms, _ = projection
+    (qkv, rotation, norms, _), (slot_mapping, kv_scales) = projection, destination
     num_blocks, _, kv_heads, block_size, head_dim = kv_pool.shape
     tokens, group = qkv.shape[0], qkv.shape[2] - 2
     width = triton.next_power_of_2(head_dim // 2)

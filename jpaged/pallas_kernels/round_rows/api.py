@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jpaged.pallas_kernels.common import arguments as check
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
 from jpaged.pallas_kernels.registry import Op, is_hopper
-from jpaged.pallas_kernels.round_rows.operands import RoundedRows, Sums
+from jpaged.pallas_kernels.round_rows.operands import Operands, Options, RoundedRows, Sums
 
 
 def _on_hopper(device: Any, *arguments: Any) -> bool:
@@ -87,5 +87,4 @@ def round_rows(
     if rows == 0:
         nothing = jnp.zeros((0, depth), jnp.float8_e4m3fn), jnp.zeros((0, 1), jnp.float32)
         return RoundedRows(*nothing, 0, x.dtype), residual
-    options = {"norm_eps": norm_eps, "activation": activation, "upper_bound": upper_bound}
-    return run(x, residual, norm, input_scale, **options)
+    return run(Operands(x, residual, norm, input_scale), Options(norm_eps, activation, upper_bound))

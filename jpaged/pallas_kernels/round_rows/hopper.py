@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jpaged.pallas_kernels.common.numerics import FP8, FP8_MAX
 from jpaged.pallas_kernels.round_rows import hopper_interpreted, hopper_primitives
-from jpaged.pallas_kernels.round_rows.operands import RoundedRows, Sums, padded
+from jpaged.pallas_kernels.round_rows.operands import Operands, Options, RoundedRows, Sums, padded
 
 _VECTOR = 4  # columns of a thread side by side: 16 bytes of float32, 4 of e4m3
 _STEP = 128 * _VECTOR  # columns that a warpgroup's threads take at once
@@ -46,22 +46,13 @@ def unsupported(x: jax.Array | Sums, depth: int) -> str | None:
     return None
 
 
-@partial(jax.jit, static_argnames=("norm_eps", "activation", "upper_bound", "interpret"))
-def round_rows(
-    x: jax.Array | Sums,
-    residual: jax.Array | None,
-    norm: jax.Array | None,
-    input_scale: jax.Array | None,
-    *,
-    norm_eps: float,
-    activation: str | None,
-    upper_bound: float | None,
-    interpret: Any = None,
-) -> tuple[RoundedRows, jax.Array | None]:
+@partial(jax.jit, static_argnames=("options", "interpret"))
+def round_rows(operands: Operands, options: Options, *, interpret: Any = None) -> tuple[RoundedRows, jax.Array | None]:
     """`round_rows` of the package, checked. interpret: a `plgpu.InterpretGPUParams` runs the kernel on a CPU."""
     gpu = hopper_primitives if interpret is None else hopper_interpreted
+    x, residual, norm, input_scale = operands
     dtype, (count, depth) = jnp.dtype(x.dtype), x.shape
-    depth //= 1 if activation is None else 2
+    depth //= 1 if options.activation is None else 2
     warpgroups = _warpgroups(depth)
     assert warpgroups is not None
     part = depth // warpgroups
@@ -93,8 +84,8 @@ def round_rows(
             return wide if of_rows_ref is None else wide * of_rows_ref[row, 0] * read(of_outputs_ref, first)
 
         wide = read_x()
-        if activation is not None:
-            wide = _activated(activation, wide) * read_x(depth)
+        if options.activation is not None:
+            wide = _activated(options.activation, wide) * read_x(depth)
         own = pl.ds(warpgroup * part, part)
         if residual_ref is not None:
             after = (read(residual_ref.at[row]) + wide).astype(dtype)
@@ -106,15 +97,15 @@ def round_rows(
 
         if norm_ref is not None:
             total = gpu.over_cta("sum", wide * wide, of_total, warpgroups, layout)
-            by = lax.rsqrt(total * (1.0 / depth) + norm_eps)
+            by = lax.rsqrt(total * (1.0 / depth) + options.norm_eps)
             normed = (wide * by).astype(norm_ref.dtype).astype(jnp.float32)
             wide = (normed * read(norm_ref)).astype(dtype).astype(jnp.float32)
         if scale_ref is not None:
             scale = scale_ref[0]
         else:
             largest = gpu.over_cta("max", jnp.abs(wide), of_largest, warpgroups, layout)
-            if upper_bound is not None:
-                largest = jnp.minimum(largest, upper_bound)
+            if options.upper_bound is not None:
+                largest = jnp.minimum(largest, options.upper_bound)
             scale = jnp.where(largest == 0, 1.0, largest / FP8_MAX)
         values_ref.at[place, own][...] = jnp.minimum(jnp.maximum(wide / scale, -FP8_MAX), FP8_MAX).astype(FP8)
 

@@ -1,8 +1,8 @@
-"""Rows in FP8, and sums of products of them whose scales have still to be multiplied."""
+"""Rows in FP8, sums of products of them whose scales have still to be multiplied, and what `round_rows` takes."""
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,3 +71,21 @@ class Sums:
     def added_to(self, x: jax.Array) -> jax.Array:
         """x [count, N] and the sums, added in float32 and rounded once."""
         return (x.astype(jnp.float32) + self.wide()).astype(x.dtype)
+
+
+class Operands(NamedTuple):
+    """The arrays that implementations of `round_rows` take: `api.py` says what each is. None for none."""
+
+    x: jax.Array | Sums
+    residual: jax.Array | None
+    norm: jax.Array | None
+    input_scale: jax.Array | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options that they take, known while tracing; hashable, so one static argument of a jit."""
+
+    norm_eps: float
+    activation: str | None
+    upper_bound: float | None

@@ -11,7 +11,7 @@ import triton.language as tl
 from jpaged.pallas_kernels.common.numerics import FP8, from_bits
 from jpaged.pallas_kernels.common.triton_call import Launch, call
 from jpaged.pallas_kernels.common.triton_fp8 import narrow
-from jpaged.pallas_kernels.round_rows.operands import RoundedRows, Sums, padded
+from jpaged.pallas_kernels.round_rows.operands import Operands, Options, RoundedRows, Sums, padded
 
 _MOST_COLUMNS = 32_768
 _ACTIVATIONS = {None: 0, "silu": 1, "relu": 2, "gelu": 3, "gelu_tanh": 4}
@@ -24,20 +24,12 @@ def unsupported(x: jax.Array | Sums, depth: int) -> str | None:
     return None if depth <= _MOST_COLUMNS else f"rows of {depth} are longer than {_MOST_COLUMNS}"
 
 
-@partial(jax.jit, static_argnames=("norm_eps", "activation", "upper_bound"))
-def round_rows(
-    x: jax.Array | Sums,
-    residual: jax.Array | None,
-    norm: jax.Array | None,
-    input_scale: jax.Array | None,
-    *,
-    norm_eps: float,
-    activation: str | None,
-    upper_bound: float | None,
-) -> tuple[RoundedRows, jax.Array | None]:
+@partial(jax.jit, static_argnames="options")
+def round_rows(operands: Operands, options: Options) -> tuple[RoundedRows, jax.Array | None]:
     """`round_rows` of the package, checked."""
+    x, residual, norm, input_scale = operands
     dtype, (count, depth) = jnp.dtype(x.dtype), x.shape
-    depth //= 1 if activation is None else 2
+    depth //= 1 if options.activation is None else 2
     rows, columns = padded(count), triton.next_power_of_2(depth)
     source, *scales = (x.products, x.of_rows, x.of_outputs) if isinstance(x, Sums) else (x,)
     # What there is not stands for itself as another array, which the kernel does not read.
@@ -59,10 +51,10 @@ def round_rows(
         SUMS=isinstance(x, Sums),
         ADDED=residual is not None,
         NORMED=norm is not None,
-        EPS=norm_eps,
-        ACTIVATION=_ACTIVATIONS[activation],
+        EPS=options.norm_eps,
+        ACTIVATION=_ACTIVATIONS[options.activation],
         GIVEN=input_scale is not None,
-        BOUND=-1.0 if upper_bound is None else upper_bound,
+        BOUND=-1.0 if options.upper_bound is None else options.upper_bound,
     )
     return RoundedRows(from_bits(values, FP8), found, count, dtype), None if residual is None else after
 
@@ -137,7 +129,7 @@ def _activated(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == 1:
         return x / (1.0 + tl.exp(-x))
     if ACTIVATION == 2:
-        return tl.maximum(x, 0.0)
+        return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     if ACTIVATION == 3:
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))

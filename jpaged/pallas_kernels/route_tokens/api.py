@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jpaged.pallas_kernels.common import arguments as check
 from jpaged.pallas_kernels.registry import REFERENCE, Op, canonical, is_hopper
 from jpaged.pallas_kernels.route_tokens.choice import ExpertChoice
+from jpaged.pallas_kernels.route_tokens.operands import Operands
 from jpaged.pallas_kernels.route_tokens.rows import RoutedTokens
 
 OP = Op("route_tokens", __package__, also={"triton": is_hopper})
@@ -77,7 +78,7 @@ def route_tokens(
     if tokens == 0:
         raise ValueError("logits must have a token, got shape " + str(tuple(logits.shape)))
     run = OP.pick(backend, logits, choice).run
-    return run(logits, correction, live, first, choice=choice, held=held or experts, tile_height=tile_height)
+    return run(Operands(logits, correction, live, first), choice=choice, held=held or experts, tile_height=tile_height)
 
 
 def route_tokens_backend(logits: Any, choice: ExpertChoice, backend: str | None = None) -> str:

@@ -9,6 +9,7 @@ from jax import lax
 from jpaged.pallas_kernels.grouped_product.sorting import sort_by_expert
 from jpaged.pallas_kernels.grouped_product.tiles import RowTiles, plan_tiles
 from jpaged.pallas_kernels.route_tokens.choice import ExpertChoice
+from jpaged.pallas_kernels.route_tokens.operands import Operands
 from jpaged.pallas_kernels.route_tokens.rows import WEIGHTS_BEHIND, RoutedTokens, SortedRows
 
 _FEW_COMPARISONS = 1 << 23
@@ -16,17 +17,9 @@ _FEW_COMPARISONS = 1 << 23
 
 
 @partial(jax.jit, static_argnames=("choice", "held", "tile_height"))
-def route_tokens(
-    logits: jax.Array,
-    correction: jax.Array | None,
-    live: jax.Array | None,
-    first: jax.Array | None,
-    *,
-    choice: ExpertChoice,
-    held: int,
-    tile_height: int,
-) -> RoutedTokens:
+def route_tokens(operands: Operands, *, choice: ExpertChoice, held: int, tile_height: int) -> RoutedTokens:
     """`route_tokens` of the package, checked."""
+    logits, correction, live, first = operands
     experts, weights = route(logits, choice, correction)
     if live is not None:
         experts = jnp.where(live[:, None], experts, -1)

@@ -24,6 +24,7 @@ import triton.language as tl
 from jpaged.pallas_kernels.common.triton_call import Launch, call
 from jpaged.pallas_kernels.grouped_product.tiles import END, FIRST, GROUP, RowTiles, most_tiles
 from jpaged.pallas_kernels.route_tokens.choice import ExpertChoice
+from jpaged.pallas_kernels.route_tokens.operands import Operands
 from jpaged.pallas_kernels.route_tokens.rows import WEIGHTS_BEHIND, RoutedTokens, SortedRows
 
 _GROUP, _FIRST, _END = (tl.constexpr(x) for x in (GROUP, FIRST, END))
@@ -63,17 +64,9 @@ def _power(number: int) -> int:
 
 
 @partial(jax.jit, static_argnames=("choice", "held", "tile_height"))
-def route_tokens(
-    logits: jax.Array,
-    correction: jax.Array | None,
-    live: jax.Array | None,
-    first: jax.Array | None,
-    *,
-    choice: ExpertChoice,
-    held: int,
-    tile_height: int,
-) -> RoutedTokens:
+def route_tokens(operands: Operands, *, choice: ExpertChoice, held: int, tile_height: int) -> RoutedTokens:
     """`route_tokens` of the package, checked."""
+    logits, correction, live, first = operands
     tokens, experts = logits.shape
     each, wide = choice.per_token, _power(experts)
     whole = _power(tokens) * wide <= _ONE_BLOCK
@@ -91,7 +84,7 @@ def route_tokens(
     rule |= {"BIASED": correction is not None, "PADDED": live is not None, "GROUPS": choice.groups}
     rule |= {"KEPT": choice.kept_groups, "GROUP_BEST": choice.group_best}
     # What is not there is not read either, and the logits stand for it.
-    operands = [logits if x is None else x for x in (correction, live, None if first is None else first.reshape(1))]
+    optional = [logits if x is None else x for x in (correction, live, None if first is None else first.reshape(1))]
     rows = tokens * each
     shapes = {"tokens": (rows,), "places": (tokens, each), "sizes": (held,), "ends": (held,)}
     shapes |= {"listed": (most_tiles(rows, held, tile_height), 3)}
@@ -100,11 +93,11 @@ def route_tokens(
     chosen = [jax.ShapeDtypeStruct((tokens, each), x) for x in (jnp.int32, jnp.float32)]
     launch = Launch((blocks,), warps=max(1, min(8, block * wide // 128)), stages=1)
     if whole:
-        found = call(_route, launch, logits, *operands, out=[*chosen, *out], HEIGHT=tile_height, **sizes, **rule)
+        found = call(_route, launch, logits, *optional, out=[*chosen, *out], HEIGHT=tile_height, **sizes, **rule)
         (ids, weights), of_rows = found[:2], found[2:]
     else:
         scratch = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((tokens, each), (blocks, held))]
-        ids, weights, *counted = call(_choose, launch, logits, *operands, out=[*chosen, *scratch], **sizes, **rule)
+        ids, weights, *counted = call(_choose, launch, logits, *optional, out=[*chosen, *scratch], **sizes, **rule)
         turns = triton.cdiv(blocks, _BLOCKS)
         launch = Launch((triton.cdiv(blocks, turns),), warps=launch.warps, stages=1)
         numbers = {
@@ -114,7 +107,7 @@ def route_tokens(
             "STEP": max(1, min(_power(blocks), _BLOCK // wide)),
         }
         numbers |= {"WIDTH": min(1024, _power(turns * block * each))}
-        read = (ids, weights, operands[2], *counted)
+        read = (ids, weights, optional[2], *counted)
         of_rows = call(_arrange, launch, *read, out=[*out, scratch[1]], **sizes, **numbers)[:-1]
     row_tokens, places, group_sizes, ends, listed, row_weights = of_rows
     tiles = RowTiles(listed, ends, tile_height)

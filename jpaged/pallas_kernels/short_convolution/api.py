@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.pallas_kernels.common import arguments as check
+from jpaged.pallas_kernels.common.rows import Rows
 from jpaged.pallas_kernels.registry import Op
 
 OP = Op("short_convolution", __package__)
@@ -51,8 +52,9 @@ def short_convolution(
     check.check_like("kernel", kernel, "width, channels", (before + 1, channels), "history", history.dtype)
     if bias is not None:
         check.check_like("bias", bias, "channels", (channels,), "history", history.dtype)
-    rows = check.check_rows(slots, fresh, query_starts, tokens)
+    rows = Rows(slots, fresh, query_starts)
+    rows.check(tokens)
     run = OP.pick(backend, history).run
-    if not tokens or not rows or not num_slots:
+    if not tokens or not slots.shape[0] or not num_slots:
         return jnp.zeros_like(x), history
-    return run(history, x, kernel, slots, fresh, query_starts, bias)
+    return run(history, x, kernel, rows, bias)

@@ -3,20 +3,17 @@
 import jax
 import jax.numpy as jnp
 
+from jpaged.pallas_kernels.common.rows import Rows
+
 
 @jax.jit
 def short_convolution(
-    history: jax.Array,
-    x: jax.Array,
-    kernel: jax.Array,
-    slots: jax.Array,
-    fresh: jax.Array,
-    query_starts: jax.Array | None,
-    bias: jax.Array | None,
+    history: jax.Array, x: jax.Array, kernel: jax.Array, rows: Rows, bias: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """`short_convolution` of the package, checked."""
+    slots, fresh, query_starts = rows
     num_slots, before, _ = history.shape
-    tokens, rows = x.shape[0], slots.shape[0]
+    tokens = x.shape[0]
     live = (slots >= 0) & (slots < num_slots)
     held = jnp.where((live & ~fresh)[:, None, None], history[jnp.where(live, slots, 0)], 0)
     written = jnp.where(live, slots, num_slots)
@@ -26,7 +23,7 @@ def short_convolution(
         return _activated(total, bias).astype(x.dtype), history.at[written].set(inputs[:, 1:], mode="drop")
     starts, lengths = query_starts[:-1], query_starts[1:] - query_starts[:-1]
     token = jnp.arange(tokens, dtype=jnp.int32)
-    row = jnp.minimum(jnp.sum(token[:, None] >= query_starts[None, 1:], axis=1, dtype=jnp.int32), rows - 1)
+    row = jnp.minimum(jnp.sum(token[:, None] >= query_starts[None, 1:], axis=1, dtype=jnp.int32), slots.shape[0] - 1)
     total = within_rows(x, kernel, token - starts[row])
     # A row's first tokens lack what came before it: R * (width - 1) terms, added where they belong.
     wide, taps = held.astype(jnp.float32), kernel.astype(jnp.float32)

@@ -13,12 +13,16 @@ A sequence's states live in a slot, and rows of tokens are as of `gated_delta_ru
 state is passed from chunk to chunk (`state_space_chunks`; section 6 of the paper).
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
 from jpaged.pallas_kernels.common import arguments as check
-from jpaged.pallas_kernels.common.segments import Operands, by_length
+from jpaged.pallas_kernels.common.rows import Rows
+from jpaged.pallas_kernels.common.segments import by_length
 from jpaged.pallas_kernels.registry import Op, is_hopper
+from jpaged.pallas_kernels.state_space_dual.operands import Heads, Operands
 
 STEP = Op("state_space_step", __package__, also={"triton": is_hopper})
 CHUNKS = Op("state_space_chunks", __package__)
@@ -50,10 +54,7 @@ def state_space_dual(
         a: float32 [heads], none above 0.
         b, c: [T, groups, state_dim], of x's dtype; groups divides heads, and consecutive heads are a group.
         d: float32 [heads].
-        slots: int32 [R]; no slot twice. A row whose slot is not 0 .. num_slots - 1 computes nothing.
-        fresh: bool [R]; rows that begin with a state of zeros, whatever their slots hold, NaN included.
-        query_starts: int32 [R + 1], ascending; row r has the tokens query_starts[r] .. query_starts[r + 1] - 1, which
-            may be none: it then leaves its slot as it is. None: row r has token r, and R = T.
+        slots, fresh, query_starts: as of `gated_delta_rule`.
         backend: None (by device), "hopper", "triton" or "xla".
     Returns:
         y [T, heads, head_dim] of x's dtype, zeros for tokens of no row; and the states.
@@ -75,20 +76,12 @@ def state_space_dual(
         raise ValueError(f"b must be [T, groups, {state_dim}], groups a divisor of {heads}, got shape {b.shape}")
     check.check_like("b", b, "T, groups, state_dim", (tokens, groups, state_dim), "x and states", x.dtype)
     check.check_like("c", c, "T, groups, state_dim", b.shape, "b", b.dtype)
-    rows = check.check_rows(slots, fresh, query_starts, tokens)
-    step = STEP.pick(backend, states, x).run
-    if not tokens or not rows or not num_slots:
+    operands, rows = Operands(x, dt, b, c), Rows(slots, fresh, query_starts)
+    rows.check(tokens)
+    step = partial(STEP.pick(backend, states, x).run, Heads(a, d))
+    if not tokens or not slots.shape[0] or not num_slots:
         return jnp.zeros_like(x), states
     if query_starts is None:
-        return step(states, x, dt, a, b, c, d, slots, fresh)
-    chunks = CHUNKS.pick(backend, states, x).run
-
-    def by_chunks(states: jax.Array, of_tokens: Operands, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x, dt, b, c = of_tokens
-        return chunks(states, x, dt, a, b, c, d, slots, fresh, query_starts)
-
-    def by_steps(states: jax.Array, of_rows: Operands, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x, dt, b, c = of_rows
-        return step(states, x, dt, a, b, c, d, slots, fresh)
-
-    return by_length(by_chunks, by_steps, states, (x, dt, b, c), slots, query_starts)
+        return step(states, operands, rows)
+    chunks = partial(CHUNKS.pick(backend, states, x).run, Heads(a, d))
+    return by_length(chunks, step, states, operands, rows, tokens)

@@ -7,30 +7,22 @@ g_i / g_j for i from j on in the same row, and S the row's state before the chun
     S  <- g_last S + (g_last / g dt X)' B
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jpaged.pallas_kernels.common.numerics import precision_of
-from jpaged.pallas_kernels.common.segments import Cut, Decays, advance_rows, advance_sequences, rows_of_tokens
+from jpaged.pallas_kernels.common.rows import Rows
+from jpaged.pallas_kernels.common.segments import Chunks, Cut, Decays, advance_rows, advance_sequences, rows_of_tokens
+from jpaged.pallas_kernels.state_space_dual.operands import Heads, Operands
 
 
 @jax.jit
-def state_space_step(
-    states: jax.Array,
-    x: jax.Array,
-    dt: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
-    c: jax.Array,
-    d: jax.Array,
-    slots: jax.Array,
-    fresh: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+def state_space_step(of_heads: Heads, states: jax.Array, operands: Operands, rows: Rows) -> tuple[jax.Array, jax.Array]:
     """`state_space_dual` of the package for rows of one token, checked."""
+    (a, d), (x, dt, b, c), (slots, fresh, _) = of_heads, operands, rows
     num_slots, heads = states.shape[:2]
     wide = x.astype(jnp.float32)
     b, c = (jnp.repeat(z.astype(jnp.float32), heads // z.shape[1], axis=1)[:, :, None] for z in (b, c))
@@ -45,21 +37,12 @@ def state_space_step(
 
 @jax.jit
 def state_space_chunks(
-    states: jax.Array,
-    x: jax.Array,
-    dt: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
-    c: jax.Array,
-    d: jax.Array,
-    slots: jax.Array,
-    fresh: jax.Array,
-    query_starts: jax.Array,
+    of_heads: Heads, states: jax.Array, operands: Operands, rows: Rows
 ) -> tuple[jax.Array, jax.Array]:
     """`state_space_dual` of the package, checked, by chunks for rows of any length."""
-    row = rows_of_tokens(query_starts, slots, states.shape[0], x.shape[0])
-    chunks = within_chunks(x, dt, a, b, c, d, row)
-    out, states = advance_rows(chunks, states, row, slots, fresh, query_starts[:-1], b.shape[1], x.shape[2])
+    x, groups = operands.x, operands.b.shape[1]
+    row = rows_of_tokens(rows, states.shape[0], x.shape[0])
+    out, states = advance_rows(within_chunks(of_heads, operands, row), states, row, rows, groups, x.shape[2])
     return Cut.of(x.shape[0]).flat(out).astype(x.dtype), states
 
 
@@ -73,51 +56,40 @@ def state_space_sequences(
     """
     groups = b.shape[1]
     start = jnp.zeros((groups, x.shape[1] // groups, x.shape[2], b.shape[2]), jnp.float32)
-    out = advance_sequences(within_chunks(x, dt, a, b, c, d, row), start)
+    out = advance_sequences(within_chunks(Heads(a, d), Operands(x, dt, b, c), row), start)
     return Cut.of(x.shape[0]).flat(out).astype(x.dtype)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class StateSpaceChunks:
-    """What is computed of all chunks at once, before any state is known. Below, C is a chunk's tokens, and each array
-    has the axis of chunks before these.
+class StateSpaceChunks(Chunks):
+    """Groups are of the heads that share b and c.
 
-    row: int32 [C]; of each token, -1 for none.
     b, c: [groups, C, state_dim].
     own: [groups, group, C, head_dim]; what tokens give for a state of zeros. added: what each adds to the state at the
         segment's end, along its b.
-    since, decay: [groups, group, C]; as of `Decays`, whose `whole` the latter is.
     """
 
-    row: jax.Array
     b: jax.Array
     c: jax.Array
     own: jax.Array
     added: jax.Array
-    since: jax.Array
-    decay: jax.Array
-    precision: Any = field(metadata={"static": True})
 
     def advance(
         self, held: jax.Array, reads: jax.Array, stays: jax.Array, decay: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """As of `segments.Chunks`. held: [groups, group, head_dim, state_dim]."""
-        product = partial(jnp.einsum, precision=self.precision, preferred_element_type=jnp.float32)
-        found = product("gck,ghpk->ghcp", self.c, held) * self.since[..., None]
+        found = self.product("gck,ghpk->ghcp", self.c, held) * self.since[..., None]
         added = jnp.where(stays[:, None], self.added, 0.0)
         out = self.own + jnp.where(reads[:, None], found, 0.0)
-        return out, held * decay[..., None, None] + product("ghcp,gck->ghpk", added, self.b)
+        return out, held * decay[..., None, None] + self.product("ghcp,gck->ghpk", added, self.b)
 
 
-def within_chunks(
-    x: jax.Array, dt: jax.Array, a: jax.Array, b: jax.Array, c: jax.Array, d: jax.Array, row: jax.Array
-) -> StateSpaceChunks:
-    """Cuts T tokens into chunks of consecutive ones, padded, and computes what needs no state.
-
-    row: int32 [T]; the sequence of each token, -1 for none, which may then be anything; a sequence's tokens are
-        consecutive.
+def within_chunks(of_heads: Heads, operands: Operands, row: jax.Array) -> StateSpaceChunks:
+    """Cuts T tokens into chunks of consecutive ones, padded, and computes what needs no state. row: as of
+    `gated_delta_rule.reference.within_chunks`.
     """
+    (a, d), (x, dt, b, c) = of_heads, operands
     (tokens, heads, _), groups = x.shape, b.shape[1]
     x, b, c = (jnp.where((row >= 0)[:, None, None], z, 0) for z in (x, b, c))
     precision = precision_of(x.dtype)

@@ -9,7 +9,9 @@ import jax
 import triton
 import triton.language as tl
 
+from jpaged.pallas_kernels.common.rows import Rows
 from jpaged.pallas_kernels.common.triton_call import Launch, call
+from jpaged.pallas_kernels.state_space_dual.operands import Heads, Operands
 
 _CTA_NUMBERS = 4096
 """Of a state; 32 each a thread. Not measured."""
@@ -24,23 +26,14 @@ def unsupported(states: jax.Array, x: jax.Array) -> str | None:
 
 
 @jax.jit  # so that the layers of a model lower the kernel once between them
-def state_space_step(
-    states: jax.Array,
-    x: jax.Array,
-    dt: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
-    c: jax.Array,
-    d: jax.Array,
-    slots: jax.Array,
-    fresh: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+def state_space_step(of_heads: Heads, states: jax.Array, operands: Operands, rows: Rows) -> tuple[jax.Array, jax.Array]:
     """`state_space_dual` of the package for rows of one token, checked."""
+    (a, d), (x, dt, b, c) = of_heads, operands
     num_slots, heads, head_dim, state_dim = states.shape
-    rows, groups, _ = b.shape
+    count, groups, _ = b.shape
     width = triton.next_power_of_2(state_dim)
     height = min(triton.next_power_of_2(head_dim), max(4, _CTA_NUMBERS // width))
-    launch = Launch((triton.cdiv(head_dim, height), heads, rows))
+    launch = Launch((triton.cdiv(head_dim, height), heads, count))
     constants = {
         "SLOTS": num_slots,
         "HEADS": heads,
@@ -50,8 +43,8 @@ def state_space_step(
         "HEIGHT": height,
         "WIDTH": width,
     }
-    out = jax.ShapeDtypeStruct((rows, heads, head_dim), x.dtype)
-    arrays = (x, dt, a, b, c, d, slots, fresh.astype("int32"))
+    out = jax.ShapeDtypeStruct((count, heads, head_dim), x.dtype)
+    arrays = (x, dt, a, b, c, d, rows.slots, rows.fresh.astype("int32"))
     stepped, states = call(_state_space_step, launch, *arrays, updated=[states], out=[out], **constants)
     return stepped, states
 

@@ -4,6 +4,7 @@ import jax
 
 from jpaged.pallas_kernels.common import arguments as check
 from jpaged.pallas_kernels.registry import Op
+from jpaged.pallas_kernels.write_kv.destination import Destination
 
 OP = Op("write_kv", __package__, also={"triton": check.triton_on_hopper})
 
@@ -48,5 +49,4 @@ def write_kv(
     check.check_slots("kv_pool", kv_pool)
     check.check_kv_scales(kv_scales, kv_pool)
     kernel = OP.pick(backend, kv_pool).run
-    scales = {} if kv_scales is None else {"kv_scales": kv_scales}
-    return kernel(kv_pool, k, v, slot_mapping, **scales) if k.shape[0] else kv_pool
+    return kernel(kv_pool, k, v, Destination(slot_mapping, kv_scales)) if k.shape[0] else kv_pool

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jpaged.pallas_kernels.common.arguments import holds_latents
+from jpaged.pallas_kernels.write_kv.destination import Destination
 
 _CTA_BYTES = 64 * 1024
 _MAX_TOKENS = 16
@@ -49,7 +50,7 @@ def tokens_a_cta(tokens: int, token_bytes: int) -> int:
 
 @partial(jax.jit, static_argnames="interpret")  # so that the layers of a model lower the kernel once between them
 def write_kv(
-    kv_pool: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, *, interpret: Any = None
+    kv_pool: jax.Array, k: jax.Array, v: jax.Array, destination: Destination, *, interpret: Any = None
 ) -> jax.Array:
     """`write_kv` of the package, checked. interpret: a `plgpu.InterpretGPUParams` runs the kernel on a CPU."""
     num_blocks, _, kv_heads, block_size, head_dim = kv_pool.shape
@@ -86,5 +87,5 @@ def write_kv(
         grid_names=("cta",),
         kernel_name="paged_write_kv",
         interpret=interpret,
-    )(pool_ref, k, v, slot_mapping)
+    )(pool_ref, k, v, destination.slot_mapping)
     return pool_ref[...]

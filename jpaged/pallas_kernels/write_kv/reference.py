@@ -6,22 +6,18 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from jpaged.pallas_kernels.common.numerics import FP8, to_fp8
 from jpaged.pallas_kernels.common.put_rows import put_rows
+from jpaged.pallas_kernels.write_kv.destination import Destination
 
 
 @jax.jit
-def write_kv(
-    kv_pool: jax.Array,
-    k: jax.Array,
-    v: jax.Array | None,
-    slot_mapping: jax.Array,
-    kv_scales: jax.Array | None = None,
-) -> jax.Array:
+def write_kv(kv_pool: jax.Array, k: jax.Array, v: jax.Array | None, destination: Destination) -> jax.Array:
     """`write_kv` of the package, checked.
 
     A scatter of whole head_dim rows into the pool seen as a matrix: with the block and the offset as two indices the
     compiler transposes the pool first, a copy of all of it. With one KV head it would copy the result, too, into a
     layout that is the same but for that axis, unless told which.
     """
+    slot_mapping, kv_scales = destination
     num_blocks, arrays, kv_heads, block_size, head_dim = kv_pool.shape
     if kv_pool.dtype == FP8:
         one, other = (None, None) if kv_scales is None else kv_scales

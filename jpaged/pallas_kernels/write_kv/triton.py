@@ -12,6 +12,7 @@ import triton.language as tl
 from jpaged.pallas_kernels.common.numerics import as_bits, from_bits
 from jpaged.pallas_kernels.common.triton_call import Launch, call
 from jpaged.pallas_kernels.common.triton_fp8 import narrow
+from jpaged.pallas_kernels.write_kv.destination import Destination
 
 _CTA_NUMBERS = 4096  # of keys, and as many of values; 32 each a thread
 
@@ -24,14 +25,9 @@ def unsupported(kv_pool: jax.Array) -> str | None:
 
 
 @jax.jit  # so that the layers of a model lower the kernel once between them
-def write_kv(
-    kv_pool: jax.Array,
-    k: jax.Array,
-    v: jax.Array | None,
-    slot_mapping: jax.Array,
-    kv_scales: jax.Array | None = None,
-) -> jax.Array:
+def write_kv(kv_pool: jax.Array, k: jax.Array, v: jax.Array | None, destination: Destination) -> jax.Array:
     """`write_kv` of the package, checked."""
+    slot_mapping, kv_scales = destination
     num_blocks, _, kv_heads, block_size, head_dim = kv_pool.shape
     width = triton.next_power_of_2(head_dim)
     heads = min(triton.next_power_of_2(kv_heads), max(1, _CTA_NUMBERS // width))

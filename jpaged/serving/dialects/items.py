@@ -3,14 +3,15 @@
 TurnDelta --> begin(reasoning) more(...) end   begin(text) more(...) end   begin(call) more(...) end
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 
 from jpaged.api.outputs import CompletionOutput, RequestOutput
-from jpaged.serving.answers import Answer, AnswerContext, finish_reason_of
+from jpaged.serving.answers import Answer, AnswerContext, finish_reason_of, is_cut
 from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import ChatCompletionRequest
 from jpaged.serving.turns import Reading
@@ -33,11 +34,23 @@ def named_event(body: dict[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (body["type"].encode(), msgspec.json.encode(body))
 
 
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """An error in the words of a dialect. names: of its fields, by those of the chat that it stands for."""
+    message = error.message
+    first: str = re.split(r"[^a-z_]", message, maxsplit=1)[0]
+    field = error.param if error.param is not None and error.param in names else first
+    if field not in names:
+        return error
+    message = re.sub(rf"\b{field}\b", names[field], message, count=1)
+    return ApiError(error.status, message, param=names[field], code=error.code, kind=error.kind, headers=error.headers)
+
+
 class ItemsAnswer(Answer):
     """An answer with one choice. A dialect says how an item begins, goes on and ends.
 
     Attributes:
         items: that have begun. reason: why the answer ended, as a chat says; None before. stop: the stop string.
+        failure: why it could not be finished; None if it was.
     """
 
     _announces = True
@@ -47,6 +60,7 @@ class ItemsAnswer(Answer):
         self.items: list[Item] = []
         self.reason: str | None = None
         self.stop: str | None = None
+        self.failure: ApiError | None = None
         self._reading = context.reading
         self._parser = TurnParser() if context.reading is None else context.reading.parser()
         self._is_open = False
@@ -69,11 +83,17 @@ class ItemsAnswer(Answer):
     def _take(self, completion: CompletionOutput) -> bytes:
         """Takes news into the items; returns the events for them."""
         ended = completion.finish_reason is not None
-        delta = self._parser.feed(completion.text, final=ended)
+        delta = self._parser.feed(completion.text, final=ended, cut=ended and is_cut(completion))
         events = self._news(delta)
         if ended:
             self.reason = finish_reason_of(self._parser, completion)
-            self.stop = completion.stop_reason if isinstance(completion.stop_reason, str) else None
+            why = completion.stop_reason if isinstance(completion.stop_reason, str) else None
+            if completion.finish_reason in ("abort", "error"):
+                said = f"The answer was not finished: {why or 'it was aborted'}."
+                # For a reason it is the request's own fault, and would fail again; otherwise somebody has aborted it.
+                self.failure = ApiError(500, said, code="answer_failed") if why else ApiError(503, said, code="aborted")
+            else:
+                self.stop = why
             events += self._close()
         return events
 

@@ -2,28 +2,43 @@
 
 instructions, input of items  -->  messages of a chat      function_call --> tool_calls, ..._output --> role "tool"
 text.format, tools, reasoning -->  response_format, tools, reasoning_effort
-previous_response_id          -->  the messages of that conversation, from a `ResponseStore`
+previous_response_id, item_reference  -->  messages of that conversation, that item: from a `ResponseStore`
 """
 
 import time
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.serving.answers import AnswerContext
-from jpaged.serving.dialects.items import Item, ItemsAnswer, named_event
+from jpaged.serving.dialects.conversations import PARAGRAPH, without_late_systems
+from jpaged.serving.dialects.items import Item, ItemsAnswer, named_event, renamed
+from jpaged.serving.dialects.response_store import ResponseStore
 from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import ChatCompletionRequest, Integer
 
 Unsupported = Any
 
-MAX_STORED = 1024
-MAX_STORED_BYTES = 64 << 20
-"""Of conversations that are kept for `previous_response_id`; the oldest give way."""
+_NAMES = {
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""Fields of a chat, and what they are called here."""
+
+
+def error_body(error: ApiError) -> bytes:
+    """The JSON of an error."""
+    return renamed(error, _NAMES).body()
+
+
+PLAIN_REASONING = "reasoning.encrypted_content"
+"""The one value of `include` that is taken. With or without it reasoning comes as plain text, and nothing is encrypted:
+a client that sends the items back has lost nothing.
+"""
 
 
 class ResponsesRequest(Struct, kw_only=True):
@@ -47,53 +62,17 @@ class ResponsesRequest(Struct, kw_only=True):
     reasoning: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
     truncation: str | None = None
+    include: list[str] | None = None
     top_logprobs: Integer | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    service_tier: str | None = None
 
     background: Unsupported = None
     conversation: Unsupported = None
     prompt: Unsupported = None
-    include: Unsupported = None
     max_tool_calls: Unsupported = None
-
-
-class ResponseStore:
-    """The conversations behind the last responses, in memory."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[str, tuple[list[dict[str, Any]], int]] = OrderedDict()
-        self._num_bytes = 0
-
-    def get(self, response_id: str) -> list[dict[str, Any]]:
-        """The messages up to a response, and it.
-
-        Raises:
-            ApiError: it is not kept, or not any more.
-        """
-        found = self._kept.get(response_id)
-        if found is None:
-            raise ApiError(
-                404,
-                f"previous_response_id: {response_id[:80]!r} is not kept here: the last {MAX_STORED} are, until"
-                " the server ends. Send the whole conversation as input.",
-                param="previous_response_id",
-                code="previous_response_not_found",
-            )
-        self._kept.move_to_end(response_id)
-        return found[0]
-
-    def put(self, response_id: str, messages: list[dict[str, Any]]) -> None:
-        """Keeps a conversation."""
-        num_bytes = len(msgspec.json.encode(messages))
-        if num_bytes > MAX_STORED_BYTES:
-            return
-        self._kept[response_id] = (messages, num_bytes)
-        self._num_bytes += num_bytes
-        while len(self._kept) > MAX_STORED or self._num_bytes > MAX_STORED_BYTES:
-            _, (_, freed) = self._kept.popitem(last=False)
-            self._num_bytes -= freed
 
 
 def chat_of(body: ResponsesRequest, store: ResponseStore) -> ChatCompletionRequest:
@@ -102,19 +81,28 @@ def chat_of(body: ResponsesRequest, store: ResponseStore) -> ChatCompletionReque
     Raises:
         ApiError: it is malformed, or asks for what is not supported.
     """
-    for name in ("background", "conversation", "prompt", "include", "max_tool_calls", "top_logprobs"):
+    for name in ("background", "conversation", "prompt", "max_tool_calls", "top_logprobs"):
         if getattr(body, name):
             raise ApiError(400, f"{name} is not supported; leave it out.", param=name, code="unsupported_parameter")
+    for value in body.include or ():
+        if value != PLAIN_REASONING:
+            raise ApiError(
+                400,
+                f"include: {value[:80]!r} is not supported; leave it out.",
+                param="include",
+                code="unsupported_parameter",
+            )
+    if (body.text or {}).get("verbosity") not in (None, "medium"):
+        raise ApiError(400, "text.verbosity must be medium; other values are not supported.", param="text.verbosity")
     if body.truncation not in (None, "disabled"):
         raise ApiError(400, "truncation must be disabled; other values are not supported.", param="truncation")
     messages = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     if body.previous_response_id is not None:
         messages += store.get(body.previous_response_id)
-    messages += _messages(body.input)
-    reasoning = body.reasoning or {}
-    choice = body.tool_choice
-    if isinstance(choice, dict):
-        choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+    messages = without_late_systems([*messages, *_messages(body.input, store)])
+    while len(messages) > 1 and messages[0]["role"] == messages[1]["role"] == "system":  # templates know one
+        messages[:2] = [{"role": "system", "content": PARAGRAPH.join(one["content"] for one in messages[:2])}]
+    _summarizes(body)
     return ChatCompletionRequest(
         model=body.model,
         messages=messages,
@@ -125,11 +113,42 @@ def chat_of(body: ResponsesRequest, store: ResponseStore) -> ChatCompletionReque
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         tools=[_tool(f"tools[{i}]", tool) for i, tool in enumerate(body.tools or ())] or None,
-        tool_choice=choice,
+        tool_choice=_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
-        reasoning_effort=reasoning.get("effort"),
+        reasoning_effort=(body.reasoning or {}).get("effort"),
         response_format=_format(body.text),
     )
+
+
+def _summarizes(body: ResponsesRequest) -> bool:
+    """Whether reasoning shall come as summaries. They are the reasoning itself, the most detailed ones there are."""
+    asked = body.reasoning or {}
+    kind = asked.get("summary") or asked.get("generate_summary")
+    if kind not in (None, "auto", "detailed"):
+        raise ApiError(
+            400,
+            f"reasoning.summary must be auto or detailed, got {str(kind)[:80]!r}: reasoning is given as it is, and not"
+            " made shorter.",
+            param="reasoning.summary",
+        )
+    return kind is not None
+
+
+def _choice(given: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    """The choice of tools, as a chat has it."""
+    if not isinstance(given, dict):
+        return given
+    if given.get("type") != "allowed_tools":
+        return {"type": given.get("type"), "function": {"name": given.get("name")}}
+    listed = given.get("tools")
+    named = []
+    for i, one in enumerate(listed if isinstance(listed, list) else ()):
+        if not isinstance(one, Mapping) or one.get("type") != "function" or not isinstance(one.get("name"), str):
+            raise ApiError(
+                400, f'tool_choice.tools[{i}] must be {{"type": "function", "name": ...}}.', param="tool_choice"
+            )
+        named.append({"type": "function", "function": {"name": one["name"]}})
+    return {"type": "allowed_tools", "allowed_tools": {"mode": given.get("mode"), "tools": named}}
 
 
 def _format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -157,13 +176,16 @@ _FUNCTION: dict[str, Any] = {"description": None, "parameters": None, "strict": 
 """What answers say of a function that the request does not."""
 
 
-def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _messages(given: str | list[dict[str, Any]], store: ResponseStore) -> list[dict[str, Any]]:
     """Items as messages of a chat. What an assistant thought, said and called in one turn is one message."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(given):
-        where, kind = f"input[{i}]", item.get("type", "message")
+        where, kind = f"input[{i}]", item.get("type") or "message"
+        if refers(item):
+            item = store.item(str(item.get("id")))
+            kind = item["type"]
         if kind == "function_call_output":
             content = _text(f"{where}.output", item.get("output"))
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
@@ -176,9 +198,10 @@ def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
             messages.append({"role": "assistant", "content": ""})
         said = messages[-1]
         if kind == "message":
-            said["content"] += _text(f"{where}.content", item.get("content"))
+            said["content"] += _text(f"{where}.content", item.get("content"), "")
         elif kind == "reasoning":
-            said["reasoning_content"] = _text(f"{where}.content", item.get("content") or "")
+            thought = _text(f"{where}.content", item.get("content") or item.get("summary") or "")
+            said["reasoning_content"] = said.get("reasoning_content", "") + thought
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             said.setdefault("tool_calls", []).append(
@@ -189,13 +212,26 @@ def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
-def _text(where: str, content: Any) -> str:
+def refers(item: Mapping[str, Any]) -> bool:
+    """Whether an item stands for one of an earlier response."""
+    return item.get("type") == "item_reference" or item.keys() == {"id"}
+
+
+def _text(where: str, content: Any, joint: str = "\n") -> str:
     if isinstance(content, str):
         return content
-    for part in content if isinstance(content, list) else [None]:
-        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+    texts = []
+    for j, part in enumerate(content if isinstance(content, list) else [None]):
+        if not isinstance(part, Mapping):
             raise ApiError(400, f"{where} must be a string, or a list of parts with text.", param="input")
-    return "".join(part["text"] for part in content)
+        text = part.get("refusal" if part.get("type") == "refusal" else "text")
+        if not isinstance(text, str):
+            kind = str(part.get("type"))[:80]
+            raise ApiError(
+                400, f"{where}[{j}] is of type {kind!r} and has no text; only text is supported.", param="input"
+            )
+        texts.append(text)
+    return joint.join(texts)
 
 
 class ResponsesAnswer(ItemsAnswer):
@@ -209,6 +245,7 @@ class ResponsesAnswer(ItemsAnswer):
         self._body = body
         self._chat = chat
         self._store = store
+        self._summarizes = _summarizes(body)
         self._sampling = context.sampling or SamplingParams()
         self._sequence_number = 0
 
@@ -216,7 +253,11 @@ class ResponsesAnswer(ItemsAnswer):
         message = self._message()
         return self._named(f"response.{message['status']}", response=message)
 
+    def error_body(self, error: ApiError) -> bytes:
+        return error_body(error)
+
     def failed(self, error: ApiError) -> bytes:
+        error = renamed(error, _NAMES)
         return self._named("error", code=error.code, message=error.message, param=error.param)
 
     def _named(self, kind: str, **fields: Any) -> bytes:
@@ -232,13 +273,17 @@ class ResponsesAnswer(ItemsAnswer):
         events = self._named(
             "response.output_item.added", output_index=item.number, item=self._item(item, "in_progress")
         )
-        if item.kind != "call":
+        if self._is_summary(item):
+            events += self._of_summary("response.reasoning_summary_part.added", item, part=self._part(item, ""))
+        elif item.kind != "call":
             events += self._of("response.content_part.added", item, part=self._part(item, ""))
         return events
 
     def _more(self, item: Item, text: str) -> bytes:
         if item.kind == "call":
             return self._of_call("response.function_call_arguments.delta", item, delta=text)
+        if self._is_summary(item):
+            return self._of_summary("response.reasoning_summary_text.delta", item, delta=text)
         if item.kind == "reasoning":
             return self._of("response.reasoning_text.delta", item, delta=text)
         return self._of("response.output_text.delta", item, delta=text, logprobs=[])
@@ -246,16 +291,26 @@ class ResponsesAnswer(ItemsAnswer):
     def _end_of(self, item: Item) -> bytes:
         if item.kind == "call":
             events = self._of_call("response.function_call_arguments.done", item, arguments=item.text, name=item.name)
+        elif self._is_summary(item):
+            events = self._of_summary("response.reasoning_summary_text.done", item, text=item.text)
+            part = self._part(item, item.text)
+            events += self._of_summary("response.reasoning_summary_part.done", item, part=part)
         elif item.kind == "reasoning":
             events = self._of("response.reasoning_text.done", item, text=item.text)
         else:
             events = self._of("response.output_text.done", item, text=item.text, logprobs=[])
-        if item.kind != "call":
+        if item.kind != "call" and not self._is_summary(item):
             events += self._of("response.content_part.done", item, part=self._part(item, item.text))
         return events + self._named("response.output_item.done", output_index=item.number, item=self._item(item))
 
     def _of(self, kind: str, item: Item, **fields: Any) -> bytes:
         return self._named(kind, item_id=self._item_id(item), output_index=item.number, content_index=0, **fields)
+
+    def _is_summary(self, item: Item) -> bool:
+        return item.kind == "reasoning" and self._summarizes
+
+    def _of_summary(self, kind: str, item: Item, **fields: Any) -> bytes:
+        return self._named(kind, item_id=self._item_id(item), output_index=item.number, summary_index=0, **fields)
 
     def _of_call(self, kind: str, item: Item, **fields: Any) -> bytes:
         return self._named(kind, item_id=self._item_id(item), output_index=item.number, **fields)
@@ -266,32 +321,37 @@ class ResponsesAnswer(ItemsAnswer):
 
     def _part(self, item: Item, text: str) -> dict[str, Any]:
         if item.kind == "reasoning":
-            return {"type": "reasoning_text", "text": text}
+            return {"type": "summary_text" if self._summarizes else "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
     def _item(self, item: Item, status: str | None = None) -> dict[str, Any]:
         begins = status is not None
         if status is None:
             is_last = item is self.items[-1]
-            status = "incomplete" if is_last and self.reason == "length" else "completed"
+            is_cut = self.reason == "length" or self.failure is not None
+            status = "incomplete" if is_last and is_cut else "completed"
         made: dict[str, Any] = {"id": self._item_id(item), "status": status}
         if item.kind == "call":
             return made | {"type": "function_call", "call_id": item.id, "name": item.name, "arguments": item.text}
         content = [] if begins else [self._part(item, item.text)]
         if item.kind == "reasoning":
-            return made | {"type": "reasoning", "summary": [], "content": content}
+            summary, content = (content, []) if self._summarizes else ([], content)
+            return made | {"type": "reasoning", "summary": summary, "content": content}
         return made | {"type": "message", "role": "assistant", "content": content}
 
     def _message(self) -> dict[str, Any]:
         body, cached = self._body, sum(self._num_cached)
-        status, details = "in_progress", None
-        if self.reason is not None:
+        status, details, error = "in_progress", None, None
+        if self.failure is not None:
+            status, error = "failed", {"code": "server_error", "message": self.failure.message}
+        elif self.reason is not None:
             is_cut = self.reason == "length"
             status, details = "completed", None
             if is_cut:
                 status, details = "incomplete", {"reason": "max_output_tokens"}
             if body.store is not False:
-                self._store.put(self.response_id, self._conversation())
+                items = [self._item(item) for item in self.items]
+                self._store.put(self.response_id, self._conversation(), items)
         usage = {
             "input_tokens": self._num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": cached},
@@ -299,7 +359,7 @@ class ResponsesAnswer(ItemsAnswer):
             "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens()},
             "total_tokens": self._num_prompt_tokens + self._num_tokens,
         }
-        sampling = self._sampling
+        sampling, asked = self._sampling, body.reasoning or {}
         return {  # every field that openresponses.org requires of a response
             "background": False,
             "frequency_penalty": sampling.frequency_penalty,
@@ -313,9 +373,9 @@ class ResponsesAnswer(ItemsAnswer):
             "id": self.response_id,
             "object": "response",
             "created_at": self._created,
-            "completed_at": None if self.reason is None else int(time.time()),  # noqa: TID251  # a date
+            "completed_at": int(time.time()) if status == "completed" else None,  # noqa: TID251  # a date
             "status": status,
-            "error": None,
+            "error": error,
             "incomplete_details": details,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
@@ -324,7 +384,7 @@ class ResponsesAnswer(ItemsAnswer):
             "output": [self._item(item) for item in self.items],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
+            "reasoning": {"effort": asked.get("effort"), "summary": asked.get("summary")},
             "store": body.store is not False,
             "temperature": sampling.temperature,
             "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
@@ -342,13 +402,16 @@ class ResponsesAnswer(ItemsAnswer):
 
     def _conversation(self) -> list[dict[str, Any]]:
         """The messages of the request, but for its instructions, and the answer."""
-        messages = self._chat.messages[0 if self._body.instructions is None else 1 :]
+        messages, instructions = self._chat.messages, self._body.instructions
+        if instructions is not None:
+            joined = messages[0]["content"].removeprefix(instructions).removeprefix(PARAGRAPH)
+            messages = [*([{"role": "system", "content": joined}] if joined else []), *messages[1:]]
         said: dict[str, Any] = {"role": "assistant", "content": ""}
         for item in self.items:
             if item.kind == "text":
                 said["content"] += item.text
             elif item.kind == "reasoning":
-                said["reasoning_content"] = item.text
+                said["reasoning_content"] = said.get("reasoning_content", "") + item.text
             else:
                 function = {"name": item.name, "arguments": item.text or "{}"}
                 said.setdefault("tool_calls", []).append({"id": item.id, "type": "function", "function": function})

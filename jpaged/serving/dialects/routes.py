@@ -15,7 +15,8 @@ from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.admission import Admission, client_of
 from jpaged.serving.dialects import messages, responses
 from jpaged.serving.dialects.messages import MessagesAnswer, MessagesRequest
-from jpaged.serving.dialects.responses import ResponsesAnswer, ResponsesRequest, ResponseStore
+from jpaged.serving.dialects.response_store import ResponseStore
+from jpaged.serving.dialects.responses import ResponsesAnswer, ResponsesRequest
 from jpaged.serving.errors import ApiError, api_error
 from jpaged.serving.http import guarded, json_response, unless_disconnected
 from jpaged.serving.jobs import JobMaker, MakeAnswer
@@ -34,7 +35,7 @@ def dialect_routes(engine: AsyncLLMEngine, options: AppOptions, admission: Admis
     return [
         Route("/v1/messages", guarded(server.messages, messages.error_body), methods=["POST"]),
         Route("/v1/messages/count_tokens", guarded(server.count_tokens, messages.error_body), methods=["POST"]),
-        Route("/v1/responses", guarded(server.responses), methods=["POST"]),
+        Route("/v1/responses", guarded(server.responses, responses.error_body), methods=["POST"]),
     ]
 
 
@@ -64,12 +65,15 @@ class _Handlers:
 
     async def responses(self, request: Request) -> Response:
         body = await self._decode(request, self._responses)
-        if body.previous_response_id is not None and self._engine.num_clients > 1:
+        items = [] if isinstance(body.input, str) else body.input
+        name = "input" if any(map(responses.refers, items)) else "previous_response_id"
+        if (name == "input" or body.previous_response_id is not None) and self._engine.num_clients > 1:
+            said = "input: an item_reference" if name == "input" else name
             raise ApiError(
                 400,
-                "previous_response_id needs a server with one API process (--api-workers 1): others do not know the"
-                " response. Send the whole conversation as input.",
-                param="previous_response_id",
+                f"{said} needs a server with one API process (--api-workers 1): others do not know the response. Send"
+                " the whole conversation as input.",
+                param=name,
             )
 
         def make_answer(chat: ChatCompletionRequest, context: Any) -> ResponsesAnswer:

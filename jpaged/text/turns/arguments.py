@@ -1,4 +1,4 @@
-"""Three ways of writing the arguments of a call.
+"""Ways of writing the arguments of a call.
 
     JSON            {"city": "Paris", "days": 3}
     PARAMETERS      <parameter=city>
@@ -7,6 +7,8 @@
                     <parameter=days>
                     3
                     </parameter>
+    TAGS            <arg_key>city</arg_key>
+                    <arg_value>Paris</arg_value>
     KEYWORDS        city="Paris", days=3
 
 Each writes the grammar of a tool's arguments, reads arguments as they arrive, and writes given ones. JSON is written
@@ -16,6 +18,7 @@ with a space behind colons and commas, as models are trained to.
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from jpaged.api.errors import InvalidParameterError
@@ -29,23 +32,36 @@ _OF_ROOT = ("$defs", "definitions")
 class JsonArguments:
     """A JSON object."""
 
+    texts: tuple[str, ...] = ()
+
     def grammar(self, tool: Tool, rules: RuleWriter) -> str:
         return rules.add("arguments", _json_rule({"type": "object", **tool.parameters}, tool))
 
     def scanner(self, tool: Tool) -> Scanner:
         return _JsonScanner("{")
 
-    def render(self, tool: Tool, arguments: Mapping[str, Any]) -> str:
-        return _json(arguments)
+    def render(self, tool: Tool, arguments: Mapping[str, Any] | str) -> str:
+        """arguments: a string is written as it is: JSON that was cut."""
+        return arguments if isinstance(arguments, str) else _json(arguments)
 
 
+@dataclass(frozen=True)
 class ParameterArguments:
     """An element for each argument; strings stand in it as they are, other values as JSON.
 
     A string ends at the closing tag. Where null is allowed besides, `null` is null.
+
+    Args:
+        opening, name_end, closing: what stands in front of an argument's name, behind it, and behind the value.
     """
 
-    opening, name_end, closing = "<parameter=", ">\n", "\n</parameter>\n"
+    opening: str
+    name_end: str
+    closing: str
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return (self.opening, self.name_end, self.closing)
 
     def grammar(self, tool: Tool, rules: RuleWriter) -> str:
         expressions = []
@@ -56,7 +72,7 @@ class ParameterArguments:
         return " ".join(expressions) or rules.literal("")
 
     def scanner(self, tool: Tool) -> Scanner:
-        return _ParameterScanner({name: schema for name, schema, _ in _properties(tool)})
+        return _ParameterScanner(self, {name: schema for name, schema, _ in _properties(tool)})
 
     def render(self, tool: Tool, arguments: Mapping[str, Any]) -> str:
         values = {name: value if isinstance(value, str) else _json(value) for name, value in arguments.items()}
@@ -83,11 +99,17 @@ class ParameterArguments:
         if not isinstance(low, int) or not isinstance(high, int | str):
             raise InvalidParameterError(f"properties.{name}: minLength and maxLength must be integers.")
         regex = f"(?s:.{{{low},{high}}})" if low or high != "" else "(?s:.*)"
-        return rules.add("text", f"/{regex}/ {json.dumps(self.closing)}", "lazy")
+        mark = self.closing.lstrip("\n")
+        if rules.first(mark) is None:
+            return rules.add("text", f"/{regex}/ {json.dumps(self.closing)}", "lazy")
+        breaks = "\\n" * (len(self.closing) - len(mark))  # of the text's expression, which would swallow them
+        return f"{rules.add('text', f'/{regex}{breaks}/')} {rules.literal(mark)}"
 
 
 class KeywordArguments:
     """Python's keyword arguments. Values are JSON, but `True` and `False` where a boolean stands by itself."""
+
+    texts: tuple[str, ...] = ()
 
     def grammar(self, tool: Tool, rules: RuleWriter) -> str:
         first = behind = ""  # what may follow, where nothing has been written yet and where something has
@@ -114,7 +136,10 @@ class KeywordArguments:
         return rules.add("value", _json_rule(schema, tool))
 
 
-JSON, PARAMETERS, KEYWORDS = JsonArguments(), ParameterArguments(), KeywordArguments()
+JSON, KEYWORDS = JsonArguments(), KeywordArguments()
+PARAMETERS = ParameterArguments("<parameter=", ">\n", "\n</parameter>\n")
+TAGS = ParameterArguments("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n")
+TAGS_IN_LINE = ParameterArguments("<arg_key>", "</arg_key><arg_value>", "</arg_value>")
 
 
 def json_expression(schema: Mapping[str, Any], *, lenient: bool, style: Mapping[str, Any] = JSON_STYLE) -> str:
@@ -224,10 +249,11 @@ class _JsonScanner:
 
 
 class _ParameterScanner:
-    """schemas: of the arguments, by name."""
+    """form: how they are written. schemas: of the arguments, by name."""
 
-    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, form: ParameterArguments, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         self.done = False
+        self._form = form
         self._schemas = schemas
         self._written = "{"
         self._kind: str | None = None
@@ -236,7 +262,7 @@ class _ParameterScanner:
 
     def feed(self, text: str) -> tuple[str, str]:
         json_text, self._written = self._written, ""
-        format_ = PARAMETERS
+        format_ = self._form
         while not self.done:
             if self._in_value:
                 piece, rest, ended = self._value(text)
@@ -266,7 +292,7 @@ class _ParameterScanner:
 
     def _value(self, text: str) -> tuple[str, str, bool]:
         """JSON of a value, what is left of the text, and whether the value has ended."""
-        closing = PARAMETERS.closing
+        closing = self._form.closing
         value, found, rest = text.partition(closing)
         if self._kind == "string":
             if found:

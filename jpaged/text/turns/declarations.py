@@ -83,6 +83,10 @@ class RuleWriter(Protocol):
         """The expression for a text."""
         ...
 
+    def first(self, text: str) -> tuple[str, str] | None:
+        """The expression for the control token with which a text begins, and the rest of it; None if with none."""
+        ...
+
     def add(self, name: str, body: str, options: str = "") -> str:
         """Adds a rule; returns its name, which is unique."""
         ...
@@ -90,6 +94,11 @@ class RuleWriter(Protocol):
 
 class Arguments(Protocol):
     """One way of writing the arguments of a call."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All that is literal in it and may have control tokens."""
+        ...
 
     def grammar(self, tool: Tool, rules: RuleWriter) -> str:
         """Adds rules for a tool's arguments; returns the expression for them.
@@ -146,7 +155,7 @@ class ToolFormat:
     @property
     def texts(self) -> list[str]:
         """All that is literal in it."""
-        parts = [*self.opening, *self.call, self.between, self.closing]
+        parts = [*self.opening, *self.call, self.between, self.closing, *self.arguments.texts]
         return [part if isinstance(part, str) else part.text for part in parts if not isinstance(part, Place)]
 
     def render(self, calls: Sequence[tuple[Tool, Mapping[str, Any]]]) -> str:
@@ -170,7 +179,8 @@ class ReasoningFormat:
     Args:
         name: for `--reasoning-parser`.
         in_template: as of `ToolFormat`.
-        gap: what these models write between the closing and an answer.
+        lead: white space that these models may write in front of the opening.
+        gap: what they write between the closing and an answer.
         channels: openings and closings of the answer's text, for models that mark that as well. The prompt ends where
             the first opening stands; a closing is followed by another opening, or by reasoning or calls. "" closes at
             the end of the turn.
@@ -181,6 +191,7 @@ class ReasoningFormat:
     opening: str
     closing: str
     in_template: tuple[str, ...] = ()
+    lead: str = ""
     gap: str = ""
     channels: tuple[tuple[str, str], ...] = ()
     history_key: str = "reasoning_content"

@@ -8,7 +8,7 @@ model's chat template), and which text no other models' templates have.
 from collections.abc import Sequence
 from typing import TypeVar
 
-from jpaged.text.turns.arguments import JSON, KEYWORDS, PARAMETERS
+from jpaged.text.turns.arguments import JSON, KEYWORDS, PARAMETERS, TAGS, TAGS_IN_LINE
 from jpaged.text.turns.declarations import ARGUMENTS, NAME, Maybe, ReasoningFormat, ToolFormat
 
 HARMONY = ToolFormat(  # GPT-OSS
@@ -59,7 +59,7 @@ MISTRAL_ARGS = ToolFormat(  # tokenizers from version 11 on: Devstral, Magistral
 )
 MISTRAL = ToolFormat(
     name="mistral",
-    opening=("[TOOL_CALLS]", "["),
+    opening=("[TOOL_CALLS]", Maybe(" "), "["),
     call=('{"name": "', NAME, '", "arguments": ', ARGUMENTS, "}"),
     arguments=JSON,
     between=", ",
@@ -86,14 +86,27 @@ PYTHONIC = ToolFormat(  # Llama 3.2, ToolACE
     at_start=True,
     in_template=("[func_name1(",),
 )
-LLAMA3_JSON = ToolFormat(  # Llama 3.1 to 3.3
+LLAMA3_JSON = ToolFormat(  # Llama 3.1 to 3.3, and 4 with a chat template that asks for JSON
     name="llama3_json",
     opening=(Maybe("<|python_tag|>"),),
     call=('{"name": "', NAME, '", "parameters": ', ARGUMENTS, "}"),
     arguments=JSON,
     between="; ",
     at_start=True,
-    in_template=("<|python_tag|>", '"parameters"'),
+    in_template=('{"name": function name, "parameters": dictionary',),
+)
+GLM45 = ToolFormat(  # GLM-4.5 and 4.6
+    name="glm45",
+    call=("<tool_call>", NAME, "\n", ARGUMENTS, "</tool_call>"),
+    arguments=TAGS,
+    between="\n",
+    in_template=("<tool_call>", "<arg_key>"),
+)
+GLM47 = ToolFormat(
+    name="glm47",
+    call=("<tool_call>", NAME, ARGUMENTS, "</tool_call>"),
+    arguments=TAGS_IN_LINE,
+    in_template=("<tool_call>", "</arg_key><arg_value>"),
 )
 HERMES = ToolFormat(  # Hermes, Qwen2.5, Qwen3
     name="hermes",
@@ -110,8 +123,8 @@ GENERIC = ToolFormat(  # for templates that know no tools; `generic.py` tells th
 )
 
 TOOL_FORMATS = (
-    *(HARMONY, QWEN3_CODER, DEEPSEEK_V3, DEEPSEEK_V31, MISTRAL_ARGS, MISTRAL),
-    *(LLAMA4_PYTHONIC, PYTHONIC, LLAMA3_JSON, HERMES, GENERIC),
+    *(HARMONY, QWEN3_CODER, GLM47, GLM45, DEEPSEEK_V3, DEEPSEEK_V31, MISTRAL_ARGS, MISTRAL),
+    *(LLAMA3_JSON, LLAMA4_PYTHONIC, PYTHONIC, HERMES, GENERIC),
 )
 
 REASONING_FORMATS = (
@@ -128,6 +141,17 @@ REASONING_FORMATS = (
     ),
     ReasoningFormat(name="seed", opening="<seed:think>", closing="</seed:think>", in_template=("<seed:think>",)),
     ReasoningFormat(name="mistral", opening="[THINK]", closing="[/THINK]", in_template=("[THINK]",)),
+    ReasoningFormat(  # GLM-4.5 and 4.6
+        name="glm45",
+        opening="<think>",
+        closing="</think>",
+        lead="\n",
+        gap="\n",
+        in_template=("</think>", "</arg_key>\n<arg_value>"),
+    ),
+    ReasoningFormat(  # whose template writes nothing between reasoning and calls
+        name="glm47", opening="<think>", closing="</think>", in_template=("</think>", "</arg_key><arg_value>")
+    ),
     ReasoningFormat(
         name="think", opening="<think>", closing="</think>", gap="\n\n", in_template=("</think>",)
     ),  # Qwen3, DeepSeek R1 and many others

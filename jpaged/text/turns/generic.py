@@ -24,7 +24,8 @@ _INTRODUCTION = (
 def without_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A conversation in which tools, calls and results are text.
 
-    messages: as `jpaged.text.tokenizer.check_messages` returns them; arguments of calls are dictionaries.
+    messages: as `jpaged.text.tokenizer.check_messages` returns them; arguments of calls are dictionaries,
+        or strings, which stay as they are.
     tools: as of a request; none where none may be called.
     """
     result: list[dict[str, Any]] = []

@@ -144,7 +144,10 @@ def _reasoning(turn: TurnRules, rules: Rules) -> Callable[[str], str]:
         behind = f"{thought} {rules.literal(gap)}" if gap else thought
         if turn.reasons == "open":
             return behind
-        return f"({rules.literal(form.opening)} {behind}){'*' if form.channels else '?'}"
+        if form.channels:
+            return f"({rules.literal(form.opening)} {behind})*"
+        lead = f"{rules.literal(form.lead)}? " if form.lead else ""
+        return f"({lead}{rules.literal(form.opening)} {behind})?"
 
     return expression
 

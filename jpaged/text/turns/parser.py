@@ -3,6 +3,8 @@
 "So <thi"                content "So "                     "<thi" may begin a marker, and is held back
 "rd>: <tool_call>{..."   content "<third>: "               what begins a call is held back until its name is known
 '...": {"a'              call 0, its name; arguments '{"a'
+
+Of a turn that is cut off, what is left of a mark or of a call without a name is neither content nor reasoning.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,6 +25,8 @@ from jpaged.text.turns.declarations import (
 from jpaged.text.turns.grammar import Reasons
 
 _SPACES = " \t\r\n"
+_SHOWS_MARK = 4
+"""Characters of a mark at the end of a turn that is cut off, which are taken for its beginning; fewer are text."""
 
 
 @dataclass
@@ -59,6 +63,7 @@ class TurnParser:
         tools: that may be called.
         reasoning: None if none is expected.
         reasons: where the prompt leaves it.
+        required: whether there must be calls, and nothing else behind the reasoning.
 
     Attributes:
         num_calls: that have begun. is_inside_call: whether the last of them is incomplete.
@@ -70,8 +75,10 @@ class TurnParser:
         tools: Iterable[Tool] = (),
         reasoning: ReasoningFormat | None = None,
         reasons: Reasons = "over",
+        required: bool = False,
     ) -> None:
         self._form = tool_format
+        self._required = required
         self._tools = {tool.name: tool for tool in tools}
         self._reasoning = reasoning
         self._buffer = ""
@@ -94,10 +101,12 @@ class TurnParser:
     def is_inside_call(self) -> bool:
         return self._state == self._in_call and self._scanner is not None
 
-    def feed(self, text: str, final: bool = False) -> TurnDelta:
-        """Takes more text; `final` says that no more will come. Returns what has become certain."""
+    def feed(self, text: str, final: bool = False, cut: bool = False) -> TurnDelta:
+        """Takes more text; `final` says that no more will come, and `cut` that it was not the model that ended it.
+        Returns what has become certain.
+        """
         self._buffer += text
-        self._ended = final
+        self._ended = final and not cut
         self._delta = TurnDelta()
         try:
             while self._buffer:
@@ -105,9 +114,42 @@ class TurnParser:
         except _NeedsMore:
             pass
         if final:
+            if cut and self._scanner is None:
+                self._leave_off()
             self._say(self._held + self._buffer if self._scanner is None else "")
             self._held = self._buffer = ""
         return self._delta
+
+    def _leave_off(self) -> None:
+        """The turn is cut off: begins the call whose name is known, and drops what is left of marks."""
+        if self._state == self._in_call and NAME in self._parts:
+            longer = [name for name in self._tools if name.startswith(self._buffer)]
+            if self._parts[0] is NAME and longer == [self._buffer]:
+                self._tool = self._tools[self._buffer]
+        if self._state == self._in_call and self._tool is not None:
+            self._begin_call(self._tool)
+        if self._is_left_of_mark():
+            self._held = self._buffer = ""
+
+    def _is_left_of_mark(self) -> bool:
+        """Whether what could not be read is the beginning of a mark or of a call."""
+        form = self._form
+        if self._state == self._inside_reasoning or form is None:
+            in_calls = False
+        elif self._state == self._in_call and form.at_start and not self.num_calls:
+            in_calls = NAME not in self._parts or (self._parts[0] is NAME and self._buffer != "")
+        else:
+            in_calls = self._state in (self._in_call, self._behind_call)
+        if in_calls or (self._required and self._state != self._inside_reasoning):
+            return True
+        marks: list[str] = []
+        if form is not None and form.at_start:
+            marks += [part.text for part in form.opening if isinstance(part, Maybe)]
+        elif form is not None:
+            marks += [form.marker, *map(str, form.first_call[:1])]
+        marks += [] if self._reasoning is None else self._reasoning.texts
+        left = (self._held + self._buffer).lstrip(_SPACES)
+        return len(left) >= _SHOWS_MARK and any(mark.startswith(left) for mark in marks)
 
     def _say(self, text: str) -> None:
         if self._state == self._inside_reasoning:
@@ -260,8 +302,7 @@ class TurnParser:
             found = self._begins(name)
             if found is None and not self._ended:
                 raise _NeedsMore
-            behind = self._parts[1]
-            if found and (str(behind).startswith(rest := self._buffer[len(name) :]) or rest.startswith(str(behind))):
+            if found and self._may_stand_behind_name(rest := self._buffer[len(name) :]):
                 if not rest and not self._ended:
                     raise _NeedsMore
                 self._tool = self._tools[name]
@@ -269,21 +310,31 @@ class TurnParser:
                 return
         raise Mismatch
 
+    def _may_stand_behind_name(self, text: str) -> bool:
+        behind = self._parts[1]
+        if behind is ARGUMENTS:
+            return not text or text[0] == "<"
+        return str(behind).startswith(text) or text.startswith(str(behind))
+
     def _read_arguments(self) -> None:
-        assert self._form is not None
         assert self._tool is not None
         if self._scanner is None:
             if not self._buffer:
                 raise _NeedsMore
-            self._scanner = self._form.arguments.scanner(self._tool)
-            self._delta.calls.append(CallDelta(self.num_calls, self._tool.name, ""))
-            self.num_calls += 1
-            self._held = ""
+            self._begin_call(self._tool)
+            assert self._scanner is not None
         json_text, self._buffer = self._scanner.feed(self._buffer)
         if json_text:
             self._more_arguments(json_text)
         if not self._scanner.done:
             raise _NeedsMore
+
+    def _begin_call(self, tool: Tool) -> None:
+        assert self._form is not None
+        self._scanner = self._form.arguments.scanner(tool)
+        self._delta.calls.append(CallDelta(self.num_calls, tool.name, ""))
+        self.num_calls += 1
+        self._held = ""
 
     def _more_arguments(self, json_text: str) -> None:
         index = self.num_calls - 1

@@ -152,7 +152,9 @@ configs = st.fixed_dictionaries(
         "host_prefix_cache": st.booleans(),
         "tokens_per_row": st.sampled_from([1, 1, 2, 4]),
         "cache_groups": st.sampled_from(["full", "full", *GROUPS]).map(GROUPS.__getitem__),
-        "keeps_states": st.sampled_from([False, False, True]),
+        "keeps_states": st.sampled_from([False, True]),
+        "num_state_snapshots": st.sampled_from([0, 1, 3, 8]),
+        "state_snapshot_tokens": st.sampled_from([1, 8]),
     }
 )
 requests = st.fixed_dictionaries(
@@ -192,8 +194,11 @@ class SchedulingMachine(RuleBasedStateMachine):
     @initialize(config=configs)
     def start(self, config):
         if config["keeps_states"]:
-            config |= {"enable_prefix_caching": False, "shared_prefix_attention": False}
+            config |= {"shared_prefix_attention": False, "host_prefix_cache": False}
+            config["enable_prefix_caching"] = config["num_state_snapshots"] > 0
             config["preemption_mode"] = config["preemption_mode"].replace("swap", "auto")
+        else:
+            config["num_state_snapshots"] = 0
         config["host_prefix_cache"] &= config["enable_prefix_caching"] and config["num_swap_chunks"] > 0
         self.drive = Drive(**config, **self.changes)
         self.pinned: list[list[int]] = []
@@ -282,16 +287,32 @@ WALKS = [
 """Policy, way to preempt, cache groups and most tokens a row of `serve_at_random`."""
 
 
-def test_states_of_sequences_are_their_own_under_load():
-    """Forks, searches, aborts and preemptions, in slots that are never cleared."""
-    states = {"keeps_states": True, "enable_prefix_caching": False, "host_prefix_cache": False}
-    serve_at_random("fcfs", "auto", "full", 1, 2, num_requests=300, **states)
+@pytest.mark.parametrize(("groups", "num_snapshots"), [("full", 0), ("full", 12), ("full and window", 6)])
+def test_states_of_sequences_are_their_own_under_load(groups, num_snapshots):
+    """Forks, searches, aborts and preemptions, in slots that are never cleared, with few snapshots or none."""
+    states = {"keeps_states": True, "host_prefix_cache": False, "state_snapshot_tokens": 4}
+    states |= {"num_state_snapshots": num_snapshots, "enable_prefix_caching": num_snapshots > 0}
+    serve_at_random("fcfs", "auto", groups, 1, 2, num_requests=300, **states)
 
 
-@pytest.mark.parametrize(("option", "value"), [("enable_prefix_caching", True), ("preemption_mode", "swap")])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("num_state_snapshots", 0),
+        ("preemption_mode", "swap"),
+        ("host_prefix_cache", True),
+        ("shared_prefix_attention", True),
+    ],
+)
 def test_states_refuse_what_they_cannot_do(option, value):
-    with pytest.raises(InvalidParameterError, match="keeps_states=True needs"):
-        Engine(**{"keeps_states": True, "enable_prefix_caching": False, option: value})
+    with pytest.raises(InvalidParameterError, match=f"keeps_states=True needs .*{option}"):
+        Engine(**{"keeps_states": True, "num_state_snapshots": 4, option: value})
+
+
+@pytest.mark.parametrize("option", ["keeps_states", "enable_prefix_caching"])
+def test_snapshots_are_for_cached_prefixes_of_sequences_with_states(option):
+    with pytest.raises(InvalidParameterError, match="num_state_snapshots=4 needs"):
+        Engine(**{"keeps_states": True, "num_state_snapshots": 4, option: False})
 
 
 @pytest.mark.long
@@ -360,8 +381,10 @@ def serve_at_random(
     stats = drive.engine.core.stats()
     assert stats.num_finished == drive.num_added
     assert min(aborted, stopped, stats.num_preemptions) > 20
-    keeps_states = drive.engine.config.keeps_states  # which neither hit a prefix nor are swapped
-    assert (stats.prefix_cache_hits > 1000) == (not keeps_states)
+    config = drive.engine.config
+    keeps_states = config.keeps_states  # which are not swapped, and hit prefixes with snapshots alone
+    least = 150 if config.num_state_snapshots else 1000
+    assert (stats.prefix_cache_hits > least) == config.enable_prefix_caching
     assert (stats.prefix_cache_host_hits > 100) == (depth == 2 and not keeps_states)
     assert (stats.num_swapped_in > 0) == (mode != "recompute" and not keeps_states)
     return drive

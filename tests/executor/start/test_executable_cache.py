@@ -40,6 +40,12 @@ def test_a_program_that_was_kept_computes_the_same(tmp_path):
     np.testing.assert_array_equal(again(np.float32([1, 2, 3])), addend + np.float32([2, 4, 6]))
 
 
+def test_a_program_that_calls_python_is_not_kept_and_does_no_harm(tmp_path):
+    called = jax.jit(lambda x: jax.pure_callback(np.cos, SHAPE, x)).lower(SHAPE).compile()
+    ExecutableCache.save(tmp_path / "called", called)
+    assert not any(tmp_path.iterdir())
+
+
 def runs_on_some_devices(directory):
     """Numbers that programs for some of eight devices give when they come from the cache."""
     jax.config.update("jax_compilation_cache_dir", None)
@@ -102,6 +108,25 @@ def test_a_program_depends_on_the_settings_of_jax_but_not_on_what_they_report_or
     assert path() == usual
 
 
+def test_a_program_for_a_cpu_depends_on_its_features_and_is_not_kept_where_they_are_unknown(tmp_path, monkeypatch):
+    def path():
+        return cache_in(tmp_path, "model").path(("decode", 8), (SHAPE,))
+
+    paths = {path()}
+    assert None not in paths
+    for features in (("flags: fpu",), ("flags: fpu avx2",)):
+        monkeypatch.setattr(executable_cache, "cpu_features", lambda features=features: features)
+        paths.add(path())
+    assert len(paths) == 3
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert path() is None
+    monkeypatch.setattr(jax, "process_count", lambda: 1)
+    assert path() in paths
+    monkeypatch.setattr(executable_cache, "cpu_features", lambda: None)
+    assert path() is None
+    assert cache_in(tmp_path, "model").claim is None
+
+
 def test_a_program_depends_on_the_flags_of_xla(tmp_path, monkeypatch):
     def path():
         return cache_in(tmp_path, "model").path(("decode", 8), (SHAPE,))
@@ -156,9 +181,10 @@ def test_what_killed_processes_left_is_swept_and_programs_and_fresh_files_stay(t
     ExecutableCache.sweep(tmp_path / "none")
 
 
-def test_without_a_directory_or_a_gpu_nothing_is_kept(tmp_path):
+def test_without_a_directory_or_a_platform_that_is_kept_nothing_is(tmp_path):
     assert cache_in(None, "model").path(("decode", 8), (SHAPE,)) is None
-    assert ExecutableCache(tmp_path, ("model",)).path(("decode", 8), (SHAPE,)) is None
+    assert ExecutableCache(tmp_path, ("model",)).path(("decode", 8), (SHAPE,)) is not None
+    assert ExecutableCache(tmp_path, ("model",), platforms=("gpu",)).path(("decode", 8), (SHAPE,)) is None
 
 
 class Bomb:

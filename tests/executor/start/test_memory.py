@@ -1,6 +1,7 @@
 """How many blocks a device gets, for devices of made-up sizes."""
 
 from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
 import jax
@@ -72,7 +73,8 @@ def test_a_cpu_gives_what_its_slots_can_use_up_to_a_bound(plan):
 class FakeGPU:
     """A device of 80 GiB. limit, reserved, in_use: of this process's JAX, in GiB; others: what other processes have.
 
-    Reserved memory comes in one piece or in several; an array needs one, or what the device has left.
+    An array goes where memory is reserved and free, in one piece; otherwise the device gives it, of what others leave,
+    up to `takes` in all.
     """
 
     platform = "gpu"
@@ -92,10 +94,19 @@ class FakeGPU:
 
     def zeros(self, shape: tuple[int, int], dtype: object, device: object) -> mock.Mock:
         assert device is self
-        self.asked.append(shape[0] * shape[1] / GIB)
-        if self.asked[-1] > self.takes:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
-        return mock.Mock()
+        size = shape[0] * shape[1] / GIB
+        self.asked.append(size)
+        if size > self.reserved - self.in_use:
+            if size > min(self.takes, 80 - self.others - self.reserved):
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+            self.reserved, self.takes = self.reserved + size, self.takes - size
+        self.in_use += size
+        array = mock.Mock(nbytes=shape[0] * shape[1], delete=partial(self.free, size))
+        array.block_until_ready.return_value = array
+        return array
+
+    def free(self, size: float) -> None:
+        self.in_use -= size
 
     def room(self, utilization: float, *, at_once: bool = False) -> float:
         with mock.patch.object(memory, "free_and_total", self.free_and_total), mock.patch.object(memory, "jnp", self):
@@ -130,16 +141,39 @@ def test_without_preallocation_what_is_missing_is_taken_in_one_piece(monkeypatch
     assert gpu.asked == []
     assert gpu.room(0.9, at_once=True) == 66
     assert gpu.asked == [64]
+    assert (gpu.reserved, gpu.in_use) == (72, 6)
     scarce = FakeGPU(72, 8, 6, takes=56)
     assert scarce.room(0.9, at_once=True) == 2 + 56
-    assert scarce.asked == [64, 60, 56]
+    assert scarce.asked[:3] == [64, 60, 56]
+    assert (scarce.reserved, scarce.in_use) == (64, 6)
     assert FakeGPU(72, 8, 6, takes=1).room(0.9, at_once=True) == 2
+    half = FakeGPU(72, 40, 4)
+    assert half.room(0.9, at_once=True) == 68
+    assert half.asked == [32, 32], "the first fits what JAX has, which makes it take nothing"
+    assert (half.reserved, half.in_use) == (72, 4)
     settled = FakeGPU(72, 71.9, 6)
     assert settled.room(0.9, at_once=True) == 66
     assert settled.asked == []
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
     assert gpu.room(0.9, at_once=True) == 66
     assert gpu.asked == [64], "JAX takes it by itself"
+
+
+def test_a_pool_of_a_given_size_takes_what_its_plan_needs_and_leaves_the_rest(monkeypatch):
+    def asked(gpu: FakeGPU) -> list[float]:
+        with mock.patch.object(memory, "free_and_total", gpu.free_and_total), mock.patch.object(memory, "jnp", gpu):
+            memory.take_planned(gpu, MemoryPlan(6 * GIB, GIB, 2 * GIB, GIB // 4, 20))
+        return gpu.asked
+
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    assert asked(FakeGPU(72, 6, 6)) == [8], "state, programs and pool, beside the weights"
+    assert asked(gpu := FakeGPU(72, 10, 6)) == [4, 4], "the first fits what JAX has, which makes it take nothing"
+    assert (gpu.reserved, gpu.in_use) == (14, 6)
+    assert asked(FakeGPU(72, 14, 6)) == []
+    with pytest.raises(OutOfMemoryError, match=r"needs 8.00 GiB of the device, of which 1.00 GiB are not there"):
+        asked(FakeGPU(72, 6, 6, others=67))
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
+    assert asked(FakeGPU(72, 6, 6)) == []
 
 
 def test_where_the_driver_says_nothing_jaxs_own_fraction_tells_the_size_of_the_device(monkeypatch):

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.api.errors import InvalidParameterError
+from jpaged.api.errors import InvalidParameterError, OutOfMemoryError
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.engine.interface import NULL_BLOCK, Chunk, HostCopy, SamplingVariant, SlotStart, StepPlan
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.mesh import DeviceMesh
 from jpaged.executor.start.compilation import Compiler
+from jpaged.executor.start.shapes import fit_to_pool
 from jpaged.executor.step.blocks import GatherBlocks, ScatterBlocks
 from jpaged.executor.step.bodies import Decode, Mixed
 from jpaged.executor.step.changes import Update
@@ -208,3 +209,9 @@ def test_blocks_of_another_number_of_groups_are_refused(setup, device):
         InvalidParameterError, match=f"1 cache groups, but the model's layers form {len(setup.cache.groups)}"
     ):
         device.run(starts=(device.start(0, prompt),), chunks=(Chunk(0, 0, prompt, samples=True),))
+
+
+def test_a_pool_too_small_for_the_longest_sequence_says_how_many_groups_share_it(setup):
+    groups = len(setup.cache.groups)
+    with pytest.raises(OutOfMemoryError, match=rf"max_model_len=64 .* \(7 blocks of {SIZE}, which {groups} groups"):
+        fit_to_pool(setup.model, CONFIG, 8, CONFIG.max_model_len)

@@ -244,6 +244,52 @@ def test_a_slot_whose_guess_was_refused_samples_again_as_if_it_had_had_its_mask(
     assert then == run(expected_runner, 1, [], [0], [0, 1])
 
 
+def test_what_is_computed_behind_a_step_is_sampled_by_the_next_or_taken_back(setup, weights, programs):
+    """One slot is sampled, in another order than it was computed in; the other one's token is another, and is computed
+    again behind the next step.
+    """
+    prompts = [np.arange(3, 9, dtype=np.int32), np.arange(20, 25, dtype=np.int32)]
+    sampling = replace(GREEDY, structured_outputs=StructuredOutputsParams(regex="unused"))
+    some = np.array([5, 31, 32, 63, VOCAB_SIZE - 1], np.int32)
+    slots = [np.array(listed, np.int32) for listed in ([], [0], [1], [0, 1], [1, 0])]
+    none, first, second, both, reversed_ = slots
+
+    def begun():
+        runner = runner_without_tokens(setup, weights, programs)
+        starts = tuple(
+            start_of(slot, prompt, [4 * slot + 1, 4 * slot + 2], sampling=sampling)
+            for slot, prompt in enumerate(prompts)
+        )
+        return runner, starts, tuple(Chunk(slot, 0, prompt, samples=True) for slot, prompt in enumerate(prompts))
+
+    def run(runner, step, **fields):
+        result = runner.execute(StepPlan(step, SamplingVariant.MASKED, **fields)).result()
+        return result.token_ids[:, 0].tolist()
+
+    def masks(of, tokens, backs):
+        given = {"mask_slots": of, "masks": (some,) * len(of), "mask_tokens": np.array(tokens, np.int32)}
+        return given | {"mask_backs": np.array(backs, np.int32)}
+
+    more = np.array([(slot, 0, 2, 4 * slot + 3) for slot in (0, 1)], np.int32)
+    unchanged = masks(both, [NO_TOKEN] * 2, [0] * 2)
+    runner, starts, chunks = begun()
+    expected = [run(runner, 0, starts=starts, chunks=chunks, **unchanged)]
+    other = next(token for token in some.tolist() if token != expected[0][1])
+    replaced = masks(second, [other], [0])
+    expected += [run(runner, 1, decode_slots=first, table_updates=more[:1])]
+    expected += [run(runner, 2, decode_slots=both, table_updates=more[1:], **replaced)]
+    expected += [run(runner, 3, decode_slots=both)]
+
+    runner, starts, chunks = begun()
+    found = [run(runner, 0, starts=starts, chunks=chunks, run_ahead=reversed_, **unchanged)]
+    taken_back = masks(second, [other], [1])
+    ahead = {"has_run_ahead": True, "table_updates": more}
+    found += [run(runner, 1, decode_slots=first, run_ahead=both, **ahead, **taken_back)]
+    found += [run(runner, 2, decode_slots=both, has_run_ahead=True, run_ahead=none)]
+    found += [run(runner, 3, decode_slots=both)]
+    assert found == expected
+
+
 def test_more_changes_than_one_buffer_holds_are_all_applied(model, weights, programs, runner):
     """Seven hundred block-table entries and every slot at once, through buffers that hold fewer."""
     prompt = np.random.default_rng(3).integers(0, VOCAB_SIZE, 4).astype(np.int32)

@@ -13,7 +13,7 @@ from jpaged.models import ModelConfig, build
 from jpaged.models.loading import layouts, live
 from jpaged.models.loading.layouts import brought
 from jpaged.models.loading.live import WeightUpdater
-from tests.tiny_models import tiny_model
+from tests.tiny_models import models_of_blocks, tiny_model, tiny_models
 
 HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
@@ -41,6 +41,33 @@ def test_a_layers_experts_are_written_a_few_at_a_time_whatever_the_order_they_ar
     # 18 arrays of gate and up, in two programs.
     written = updater.apply(jax.tree.map(jnp.zeros_like, weights), updater.match(dict(shuffled)))
     assert all((one == other).all() for one, other in zip(written, weights, strict=True))
+
+
+def test_every_family_gives_its_weights_by_a_checkpoints_names_and_takes_them_back():
+    """Written by numpy, which compiles nothing."""
+    rng = np.random.default_rng(5)
+    cases = [*tiny_models(), *models_of_blocks()]
+    assert len(cases) > 70
+    for case in cases:
+        model = build(ModelConfig.from_dict(case.config), "float32")
+        updater = WeightUpdater(model, model, None)
+        weights = tuple(rng.normal(size=leaf.shape).astype(np.float32) for leaf in model.abstract_weights)
+        for form in ("huggingface", "state"):
+            update = updater.match(updater.read(weights, form))
+            assert update.is_complete, (case.name, form)
+            found = [np.full(array.shape, np.nan, np.float32) for array in weights]
+            for index, tensors, places in update.groups([HERE] * len(weights)):
+                write_by_numpy(found[index], tensors, places)
+            for name, one, other in zip(model.parameter_names, found, weights, strict=True):
+                # Norms of whole rows of queries and keys stand side by side: keys, which are fewer, leave a rest.
+                assert not np.isnan(one).any() or "head_norms" in name, (case.name, form, name)
+                assert np.array_equal(one, np.where(np.isnan(one), one, other), equal_nan=True), (case.name, name)
+
+
+def write_by_numpy(parameter: np.ndarray, tensors: list[jax.Array], places: layouts.Places) -> None:
+    for tensor, layout, start in zip(tensors, places.layouts, places.offsets, strict=True):
+        piece = np.asarray(layout.apply(np.asarray(tensor)))
+        parameter[tuple(slice(first, first + size) for first, size in zip(start, piece.shape, strict=True))] = piece
 
 
 def test_arrays_from_the_host_come_in_order_and_those_that_are_there_as_they_are():

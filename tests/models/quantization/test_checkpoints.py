@@ -279,7 +279,7 @@ def test_modelopt_s_file_of_its_own_is_read(plain, tmp_path):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
     (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": apart | {"quant_algo": "W4A8_AWQ"}}))
     with pytest.raises(
-        UnsupportedModelError, match="quant_algo='W4A8_AWQ' is not supported; supported: 'NVFP4', 'FP8'"
+        UnsupportedModelError, match="quant_algo='W4A8_AWQ' is not supported; supported: 'NVFP4', 'W4A16_NVFP4', 'FP8'"
     ):
         models.ModelConfig.from_directory(directory)
     unquantized = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
@@ -431,7 +431,10 @@ def test_four_bit_layouts_that_are_not_supported_are_refused_by_name(plain):
     assert "bits=8 is not supported; supported: 4" in refusal(llama, **gptq | {"bits": 8})
     assert "group_size=16 is not supported; supported: 32, 64, 128, -1" in refusal(llama, **awq | {"group_size": 16})
     assert "version='gemv'" in refusal(llama, **awq | {"version": "gemv"})
-    assert "dynamic=" in refusal(llama, **gptq | {"dynamic": {"-:.*": {}}})
+    wider = {"-:.*attn.*": {}, "+:.*down_proj.*": {"bits": 8}}
+    assert "dynamic: +:.*down_proj.*=" in refusal(llama, **gptq | {"dynamic": wider})
+    assert "dynamic has '-:(', which is no regular expression" in refusal(llama, **gptq | {"dynamic": {"-:(": {}}})
+    assert "dynamic must be an object" in refusal(llama, **gptq | {"dynamic": ["-:.*"]})
     config = models.ModelConfig.from_directory(llama).source | {"quantization_config": awq | {"group_size": 128}}
     with pytest.raises(UnsupportedModelError, match=r"q_proj has 256 outputs and 160 inputs; AWQ is supported for"):
         models.build(models.ModelConfig.from_dict(config), "float32")

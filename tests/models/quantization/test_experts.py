@@ -35,6 +35,10 @@ CASES = [
     ("nvfp4", "mixtral"),
     ("modelopt-nvfp4", "qwen3-moe"),
     ("gptq-act-order", "mixtral"),
+    ("fp8-static", "deepseek-v3"),
+    ("awq", "deepseek-v3"),
+    ("gptq-act-order", "deepseek-v3"),
+    ("nvfp4", "deepseek-v3"),
 ]
 GREEDY = [("fp8-blocks", "deepseek-v3"), ("int4-symmetric", "qwen3-moe"), ("modelopt-nvfp4", "qwen3-moe")]
 GREEDY += [("gptq-act-order", "mixtral")]
@@ -45,7 +49,8 @@ PLAIN = {"deepseek-v3": {"to_keys", "to_values"}}
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp("plain")
-    return {name: plain_checkpoint(name, directory / name, moe_intermediate_size=64) for name in SPARSE}
+    sizes = {"moe_intermediate_size": 64, "kv_lora_rank": 64, "q_lora_rank": 64}
+    return {name: plain_checkpoint(name, directory / name, **sizes) for name in SPARSE}
 
 
 def experts_of(model: models.Model) -> set[str]:

@@ -8,13 +8,15 @@ The interpreter, which has no warps, runs it in `test_hopper_interpreted.py`. Wh
     units         of a CTA: none, one, or more than its rings hold at once; empty, of some tiles, or leaves
 """
 
+from itertools import product
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jpaged import pallas_kernels as ops
-from tests.pallas_kernels.marks import ON_GPU
+from tests.pallas_kernels.marks import ON_GPU, on_gpus
 from tests.pallas_kernels.paged import assert_close, assert_lse_close, expected_decode, make_world, random_queries
 
 AROUND_BOUNDARIES = [2500, 0, 1, 16, 17, 700, 2048, 2049, 64, 1023]
@@ -44,24 +46,20 @@ def check(lens, heads=16, kv_heads=8, head_dim=128, block_size=16, dtype="bfloat
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ON_GPU)
-@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@on_gpus("head_dim, block_size", product([64, 128, 256], [16, 32, 64, 128]), lambda d, size: d == 128 or size == 16)
 def test_on_the_gpu_more_units_than_the_rings_hold_are_right(head_dim, block_size, backend):
     check(OF_ANY_AGE, head_dim=head_dim, block_size=block_size, backend=backend)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ON_GPU)
-@pytest.mark.parametrize("group", [1, 7, 24, 32])  # queries are brought by 1, 2, 3 and 4 copies
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+# Queries are brought by 1, 2, 3 and 4 copies.
+@on_gpus("head_dim, group", product([64, 128, 256], [1, 7, 24, 32]), lambda d, group: d == 128 or group == 7)
 def test_on_the_gpu_groups_of_any_size_are_right(head_dim, group, backend):
     check(OF_ANY_AGE * 5, heads=group, kv_heads=1, head_dim=head_dim, backend=backend)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ON_GPU)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@on_gpus("head_dim", [(64,), (128,), (256,)], lambda d: d == 128)
 @pytest.mark.parametrize(
     ("lens", "heads", "kv_heads"),
     [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jpaged.pallas_kernels import gated_product
 from jpaged.pallas_kernels.gated_product import hopper as kernel
-from jpaged.pallas_kernels.gated_product import hopper_tiling
+from jpaged.pallas_kernels.gated_product import hopper_cta, hopper_tiling
 from jpaged.pallas_kernels.gated_product.hopper_tiling import Tiling
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
 from tests.pallas_kernels.marks import needs_mosaic, on_gpu
@@ -157,7 +157,7 @@ def test_every_output_is_of_one_tile(rows, columns, depth, tiling, ctas):
     each = np.indices((turns, shape.clusters, math.prod(tiling.cluster)), np.int32).reshape(3, -1)
     each = each[:, each[0] * shape.clusters + each[1] < total]
     turn, cluster, rank = np.pad(each, ((0, 0), (0, 8192 - each.shape[1])))  # of one shape, to be compiled once
-    cta = kernel._Cta(shape, None, None, True, cluster, rank, None, None)
+    cta = hopper_cta.DenseCta(shape, None, None, True, cluster, rank, None, None)
     starts = np.stack(cta.tile(turn), axis=1)[: each.shape[1]]
     assert len(np.unique(starts, axis=0)) == len(starts)
     assert (starts % [tiling.rows, tiling.columns] == 0).all()

@@ -16,7 +16,7 @@ from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
 from jpaged.pallas_kernels.grouped_product import hopper
 from jpaged.pallas_kernels.grouped_product.api import tile_height
 from jpaged.pallas_kernels.grouped_product.hopper_tiling import Tiling, pick_tiling
-from jpaged.pallas_kernels.grouped_product.tiles import END, FIRST, GROUP, RowTiles, most_tiles, plan_tiles
+from jpaged.pallas_kernels.grouped_product.tiles import END, FIRST, GROUP, RowGroups, RowTiles, most_tiles, plan_tiles
 from jpaged.pallas_kernels.registry import missing
 from tests.pallas_kernels.marks import ON_GPU, WITH_TRITON, needs_mosaic, needs_triton
 
@@ -210,10 +210,10 @@ def test_the_interpreter_passes_over_rows_of_no_group():
     options = {"ctas": 2, "interpret": plgpu.InterpretGPUParams(detect_races=True)}
 
     def gated(x, w, sizes, groups):
-        return hopper.gated_grouped_product(x, w, sizes, groups, activation="silu", **options)
+        return hopper.gated_grouped_product(x, w, RowGroups(sizes, groups), activation="silu", **options)
 
     def weighted(x, w, sizes, weights, groups):
-        return hopper.weighted_grouped_product(x, w, sizes, groups, weights, **options)
+        return hopper.weighted_grouped_product(x, w, RowGroups(sizes, groups), weights, **options)
 
     check_rows_alone(gated, weighted, 6e-3)
 
@@ -277,6 +277,14 @@ def test_triton_gives_what_float64_gives(sizes, shape, dtype, activation):
 
 
 @pytest.mark.gpu
+@needs_triton
+def test_triton_keeps_what_is_no_number_behind_relu():
+    x, gate_up, _, sizes, _ = draw_arguments(6, (4,), 24, 16)
+    out = gated_grouped_product(x, gate_up.at[:, :, 0, 3].set(jnp.nan), sizes, activation="relu", backend="triton")
+    np.testing.assert_array_equal(np.isnan(out).all(axis=0), np.arange(16) == 3)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", ON_GPU)
 @pytest.mark.parametrize("rows", [1, 9, 64, 200, 3000])
 def test_on_the_gpu_rows_of_uneven_groups_are_right_whatever_is_beside_them(rows, backend):
@@ -299,7 +307,8 @@ def test_on_the_gpu_rows_of_uneven_groups_are_right_whatever_is_beside_them(rows
     ("sizes", "shape", "tiling"),
     [
         ((3, 0, 70), (200, 72), (64, 1, False)),  # few rows and many, no rows; depth and columns end inside tiles
-        ((0, 67), (72, 72), (128, 2, True)),  # clusters, one of whose CTAs has no columns
+        # clusters, one of whose CTAs has no columns; a tile with rows for one warpgroup of two
+        ((0, 131), (72, 72), (128, 2, True)),
     ],
 )
 def test_the_interpreter_agrees_and_finds_no_race(sizes, shape, tiling):
@@ -308,9 +317,9 @@ def test_the_interpreter_agrees_and_finds_no_race(sizes, shape, tiling):
     options = {"tiling": Tiling(*tiling), "ctas": 2, "interpret": plgpu.InterpretGPUParams(detect_races=True)}
 
     def gated(x, w, sizes, activation):
-        return hopper.gated_grouped_product(x, w, sizes, None, activation=activation, **options)
+        return hopper.gated_grouped_product(x, w, RowGroups(sizes, None), activation=activation, **options)
 
     def weighted(x, w, sizes, weights):
-        return hopper.weighted_grouped_product(x, w, sizes, None, weights, **options)
+        return hopper.weighted_grouped_product(x, w, RowGroups(sizes, None), weights, **options)
 
     check(draw_arguments(1, sizes, *shape), 3e-3, "silu", gated, weighted)

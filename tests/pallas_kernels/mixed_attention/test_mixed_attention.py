@@ -1,6 +1,7 @@
 """Attention of a step that decodes and computes prompts: in one call and in two, against float64 numpy."""
 
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jpaged.pallas_kernels import decode_attention, mixed_attention
 from jpaged.pallas_kernels.common.attention_arguments import Operands
 from jpaged.pallas_kernels.mixed_attention.api import attend_apart
 from tests.pallas_kernels.drawn import block_sizes, dtypes, few, options, seeds, shapes, world_of_a_step
-from tests.pallas_kernels.marks import ON_GPU, WITH_TRITON
+from tests.pallas_kernels.marks import WITH_TRITON, on_gpus
 from tests.pallas_kernels.paged import (
     assert_close,
     expected_ragged,
@@ -52,9 +53,7 @@ def test_a_step_of_fewer_tokens_than_rows_may_be_computed_apart(backend):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ON_GPU)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@on_gpus("head_dim, dtype", product([64, 80, 128, 256], ["bfloat16", "float16"]), lambda d, t: d == 128 or t[0] == "b")
 @pytest.mark.parametrize(
     ("decodes", "chunks"),
     [

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.pallas_kernels import copy_blocks, gather_blocks, scatter_blocks
-from tests.pallas_kernels.marks import over_backends
+from tests.pallas_kernels.marks import ON_GPU, over_backends
 from tests.pallas_kernels.pools import check_no_copy, random_pool
 
 few = settings(max_examples=15, deadline=None)
@@ -46,6 +46,21 @@ def test_blocks_of_any_size_are_moved_whole(backend, head_dim):
     rng = np.random.default_rng(head_dim)
     pools = tuple(jnp.asarray(rng.standard_normal((5, 2, 3, 32, head_dim)), "bfloat16") for _ in range(2))
     src, dst = np.array([3, 1], np.int32), np.array([4, 2], np.int32)
+    copied = copy_blocks(pools, src, dst, backend=backend)
+    scattered = scatter_blocks(pools, gather_blocks(pools, src, backend=backend), dst, backend=backend)
+    for pool, *got in zip(pools, copied, scattered, strict=True):
+        for one in got:
+            np.testing.assert_array_equal(one, pool.at[dst].set(pool[src]))
+
+
+@pytest.mark.parametrize("backend", ["xla", *ON_GPU])
+def test_more_blocks_are_moved_than_most_axes_of_a_grid_have_ctas(backend):
+    """As many as a few pages of the virtual layout can be."""
+    num_blocks = 65_536
+    rng = np.random.default_rng(1)
+    pools = tuple(jnp.asarray(rng.standard_normal((2 * num_blocks + 1, 2, 1, 2, 16)), "float32") for _ in range(2))
+    src = 1 + np.arange(num_blocks, dtype=np.int32)
+    dst = src + num_blocks
     copied = copy_blocks(pools, src, dst, backend=backend)
     scattered = scatter_blocks(pools, gather_blocks(pools, src, backend=backend), dst, backend=backend)
     for pool, *got in zip(pools, copied, scattered, strict=True):

@@ -16,6 +16,7 @@ from jpaged.pallas_kernels.rope_and_write import hopper, reference
 from jpaged.pallas_kernels.rope_and_write.hopper_layout import thread_layout
 from jpaged.pallas_kernels.rope_and_write.projection import Projection
 from jpaged.pallas_kernels.round_rows.operands import Sums
+from jpaged.pallas_kernels.write_kv.destination import Destination
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
@@ -35,7 +36,8 @@ def test_queries_and_a_pool_written_from_a_projection_equal_the_reference(kv_hea
     rotation = (jnp.cos(angles), jnp.sin(angles)) if rotated else None
     of_scales = jnp.float32 if normed == "float32" else jnp.bfloat16
     norms = (normal(head_dim, dtype=of_scales), normal(head_dim, dtype=of_scales)) if normed else None
-    arguments = (pool, Projection(qkv, rotation, norms), jnp.asarray([17, 95, -1, 33], jnp.int32))
+    slots = Destination(jnp.asarray([17, 95, -1, 33], jnp.int32))
+    arguments = (pool, Projection(qkv, rotation, norms), slots)
     run = jax.jit(lambda *a: hopper.rope_and_write(*a, norm_eps=1e-6, interpret=INTERPRET))
     want = reference.rope_and_write(*arguments, norm_eps=1e-6)
     for got, expected in zip(run(*arguments), want, strict=True):
@@ -54,7 +56,7 @@ def test_scales_of_a_product_are_multiplied_on_the_way(kept):
     pool, angles = normal(6, 2, 2, 16, 32, dtype=jnp.bfloat16), normal(3, 16)
     scales = jnp.exp(normal(16, 1)).at[3:].set(jnp.nan), jnp.exp(normal(2 * 5 * 32))  # rows of padding hold anything
     sums = Sums(normal(16, 2 * 5 * 32, dtype=kept), *scales, 3, jnp.dtype(jnp.bfloat16))
-    rotation, slots = (jnp.cos(angles), jnp.sin(angles)), jnp.asarray([17, -1, 33], jnp.int32)
+    rotation, slots = (jnp.cos(angles), jnp.sin(angles)), Destination(jnp.asarray([17, -1, 33], jnp.int32))
     plain = Projection(sums.array().reshape(3, 2, 5, 32), rotation, None)
     given = Projection(sums.products.reshape(16, 2, 5, 32), rotation, None, (scales[0], scales[1].reshape(2, 5, 32)))
     run = jax.jit(lambda *a: hopper.rope_and_write(*a, norm_eps=1e-6, interpret=INTERPRET))

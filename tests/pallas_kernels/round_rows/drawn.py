@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 from scipy.special import erf
 
-from jpaged.pallas_kernels.round_rows.operands import RoundedRows, Sums, padded
+from jpaged.pallas_kernels.round_rows.operands import Operands, Options, RoundedRows, Sums, padded
 
 E4M3 = ml_dtypes.float8_e4m3fn
 
@@ -41,7 +41,7 @@ CASES = [
 ]
 
 
-def operands(case: Case, seed: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def operands(case: Case, seed: int = 0) -> tuple[Operands, Options]:
     """The arguments of implementations; rows differ in size, and the first of them are of zeros, where nothing is
     added to them."""
     rng = np.random.default_rng(seed)
@@ -66,8 +66,7 @@ def operands(case: Case, seed: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]
     residual = jnp.asarray(normal(case.rows, case.depth), case.dtype) if case.residual else None
     norm = None if case.norm is None else jnp.asarray(1 + normal(case.depth) / 4, case.norm)
     given = None if case.given is None else jnp.asarray([case.given], jnp.float32)
-    options = {"norm_eps": 1e-5, "activation": case.activation, "upper_bound": case.upper_bound}
-    return (x, residual, norm, given), options
+    return Operands(x, residual, norm, given), Options(1e-5, case.activation, case.upper_bound)
 
 
 def _activated(name: str, x: np.ndarray) -> np.ndarray:
@@ -108,7 +107,7 @@ def expected(case: Case, x: Any, residual: Any, norm: Any, given: Any) -> tuple[
     return np.clip(wide / scales, -448, 448), scales, after
 
 
-def check(case: Case, arguments: tuple[Any, ...], found: tuple[RoundedRows, Any]) -> None:
+def check(case: Case, arguments: Operands, found: tuple[RoundedRows, Any]) -> None:
     """Fails unless the result is the one expected, but for roundings that sums in another order move."""
     rows, after = found
     assert (rows.count, rows.dtype) == (case.rows, case.dtype)

@@ -13,6 +13,7 @@ if missing("hopper") is not None:
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jpaged.pallas_kernels.round_rows import hopper, reference
+from jpaged.pallas_kernels.round_rows.operands import Operands, Options
 from tests.pallas_kernels.round_rows.drawn import CASES, check, operands
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
@@ -21,18 +22,17 @@ INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 @pytest.mark.parametrize("case", CASES[1:], ids=str)
 def test_the_kernel_rounds_rows_as_float64_says(case):
     arguments, options = operands(case)
-    run = jax.jit(lambda *given: hopper.round_rows(*given, **options, interpret=INTERPRET))
-    found = run(*arguments)
+    run = jax.jit(lambda given: hopper.round_rows(given, options, interpret=INTERPRET))
+    found = run(arguments)
     check(case, arguments, found)
-    rows, _ = reference.round_rows(*arguments, **options)
+    rows, _ = reference.round_rows(arguments, options)
     same = np.asarray(found[0].values[: case.rows]) == np.asarray(rows.values[: case.rows])
     assert same.mean() > 0.99
 
 
 def test_what_is_not_finite_shows_in_the_scale_of_its_row_alone():
     x = jnp.ones((3, 1024)).at[1, 700].set(jnp.nan)
-    options = {"norm_eps": 0.0, "activation": None, "upper_bound": 3.0}
-    rows, _ = hopper.round_rows(x, None, None, None, **options, interpret=INTERPRET)
+    rows, _ = hopper.round_rows(Operands(x, None, None, None), Options(0.0, None, 3.0), interpret=INTERPRET)
     assert np.isnan(rows.scales[:3, 0]).tolist() == [False, True, False]
 
 

@@ -14,7 +14,7 @@ from tests.pallas_kernels.round_rows.drawn import CASES, check, operands
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_rows_are_rounded_as_float64_says(case):
     arguments, options = operands(case)
-    check(case, arguments, reference.round_rows(*arguments, **options))
+    check(case, arguments, reference.round_rows(arguments, options))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -20,14 +20,15 @@ from tests.pallas_kernels.round_rows.drawn import CASES, Case, check, operands
 @pytest.mark.parametrize("case", [*CASES, Case(depth=200, norm=jnp.bfloat16, residual=True)], ids=str)
 def test_the_kernel_rounds_rows_as_float64_says(case):
     arguments, options = operands(case)
-    check(case, arguments, triton.round_rows(*arguments, **options))
+    check(case, arguments, triton.round_rows(arguments, options))
 
 
 @pytest.mark.gpu
 def test_what_is_not_finite_shows_in_the_scale_of_its_row_alone():
     x = jnp.ones((3, 300)).at[1, 7].set(jnp.nan)
-    rows, _ = round_rows(x, upper_bound=3.0, backend="triton")
-    assert np.isnan(rows.scales[:3, 0]).tolist() == [False, True, False]
+    for options in ({"upper_bound": 3.0}, {"activation": "relu"}):
+        rows, _ = round_rows(x, **options, backend="triton")
+        assert np.isnan(rows.scales[:3, 0]).tolist() == [False, True, False]
 
 
 def test_hopper_takes_its_own_kernel_for_rows_that_divide_and_triton_s_for_others(monkeypatch):

@@ -17,8 +17,8 @@ triton_draws = jax.jit(lambda *arguments: sample_tokens(*arguments, backend="tri
 on_gpus_of_its_own = pytest.mark.parametrize(
     "kernel",
     [
-        pytest.param(hopper_draws, marks=(on_gpu, pytest.mark.gpu)),
-        pytest.param(triton_draws, marks=(on_gpu_with_triton, pytest.mark.gpu)),
+        pytest.param(hopper_draws, marks=(on_gpu, pytest.mark.gpu), id="hopper"),
+        pytest.param(triton_draws, marks=(on_gpu_with_triton, pytest.mark.gpu), id="triton"),
     ],
 )
 

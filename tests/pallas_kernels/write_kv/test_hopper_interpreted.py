@@ -13,6 +13,7 @@ if missing("hopper") is not None:
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jpaged.pallas_kernels.write_kv import hopper, reference
+from jpaged.pallas_kernels.write_kv.destination import Destination
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
@@ -21,6 +22,6 @@ def test_the_kernel_writes_what_the_reference_writes():
     rng = np.random.default_rng(0)
     pool = jnp.asarray(rng.standard_normal((12, 2, 2, 16, 64)), jnp.bfloat16)
     k = jnp.asarray(rng.standard_normal((6, 2, 64)), jnp.bfloat16)
-    slots = jnp.asarray([17, 191, 40, -1, 33, 100], jnp.int32)
+    slots = Destination(jnp.asarray([17, 191, 40, -1, 33, 100], jnp.int32))
     got = jax.jit(lambda *a: hopper.write_kv(*a, interpret=INTERPRET))(pool, k, 2 * k, slots)
     np.testing.assert_array_equal(got, reference.write_kv(pool, k, 2 * k, slots))

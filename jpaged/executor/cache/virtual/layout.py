@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from jpaged.engine.interface import NULL_BLOCK, SWAP_CHUNK_BLOCKS
 from jpaged.executor.cache.groups import Place
-from jpaged.executor.cache.paged import Layers, PagedCache, Pools
+from jpaged.executor.cache.paged import PagedCache, Pools, Tables
 from jpaged.executor.cache.spec import kernel_block_bytes
 from jpaged.executor.cache.virtual.geometry import Geometry
 
@@ -88,53 +88,18 @@ class VirtualCache(PagedCache):
     def block_bytes(self) -> int:
         return self.page_bytes * (self.grouping.num_arrays // self.geometry.layers)
 
-    def row_tables(
-        self, tables: Int[Array, "slots groups blocks"], slots: Int[Array, " rows"]
-    ) -> Int[Array, "rows groups blocks"]:
+    def row_tables(self, tables: Int[Array, "slots groups blocks"], slots: Int[Array, " rows"]) -> Tables:
         """Where these slots have pages, the places of these."""
         config = self.config
         first = jnp.arange(len(self.groups)) * config.max_num_seqs + slots[:, None]
         places = first[..., None] * config.max_blocks_per_seq + jnp.arange(config.max_blocks_per_seq)
         return jnp.where(tables[slots] != NULL_BLOCK, self.first_place + places.astype(jnp.int32), NULL_BLOCK)
 
-    def decode_layers(
-        self,
-        pools: Pools,
-        tables: Int[Array, "rows groups blocks"],
-        positions: Int[Array, " rows"],
-        active: Bool[Array, " rows"],
-        shared: tuple[Int[Array, ""], Int[Array, ""]] | None = None,
-    ) -> Layers:
-        """As `PagedCache.decode_layers`. Of each row it sees no more pages than hold tokens that its queries see: a
-        table has entries of former tenants behind these, and of pages given back before a window. Below their places
-        pages come and go while a step runs.
+    def _held(self, tables: Tables, kv_lens: Int[Array, " rows"], first_queries: Int[Array, " rows"]) -> Tables:
+        """As `PagedCache._held`: of each row no more pages than hold tokens that its queries see. A table has entries
+        of former tenants behind these, and of pages given back before a window. Below their places pages come and go
+        while a step runs.
         """
-        tables = self._held(tables, jnp.where(active, positions + 1, 0), positions)
-        return super().decode_layers(pools, tables, positions, active, shared)
-
-    def mixed_layers(
-        self,
-        pools: Pools,
-        tables: Int[Array, "rows groups blocks"],
-        active: Bool[Array, " rows"],
-        kv_lens: Int[Array, " rows"],
-        rows: Int[Array, " tokens"],
-        positions: Int[Array, " tokens"],
-        valid: Bool[Array, " tokens"],
-        query_starts: Int[Array, " rows+1"],
-        num_decodes: Int[Array, ""],
-    ) -> Layers:
-        """As `PagedCache.mixed_layers`, and as `decode_layers` of each row."""
-        tables = self._held(tables, kv_lens, kv_lens - (query_starts[1:] - query_starts[:-1]))
-        return super().mixed_layers(pools, tables, active, kv_lens, rows, positions, valid, query_starts, num_decodes)
-
-    def _held(
-        self,
-        tables: Int[Array, "rows groups blocks"],
-        kv_lens: Int[Array, " rows"],
-        first_queries: Int[Array, " rows"],
-    ) -> Int[Array, "rows groups blocks"]:
-        """first_queries: the position of each row's first query."""
         size = self.config.block_size
         first = jnp.arange(tables.shape[2], dtype=jnp.int32) * size
         held = first < kv_lens[:, None, None]
@@ -148,7 +113,7 @@ class VirtualCache(PagedCache):
     def _kernel_block_size(self) -> int:
         return self.geometry.block_size
 
-    def _kernel_table(self, place: Place, tables: Int[Array, "rows groups blocks"]) -> Int[Array, "rows blocks"]:
+    def _kernel_table(self, place: Place, tables: Tables) -> Int[Array, "rows blocks"]:
         """In kernels' blocks; the null block's are those of page 0."""
         blocks = self._blocks_of(tables[:, place.group], self._layer(place), self.geometry.blocks_of_layer)
         return blocks.reshape(len(tables), -1)

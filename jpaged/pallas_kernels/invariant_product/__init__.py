@@ -1,0 +1,1 @@
+"""The op `invariant_product`: see `api.py`."""

@@ -1,0 +1,35 @@
+"""What implementations of `quantized_grouped_product` take."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+
+from jpaged.pallas_kernels.grouped_product.tiles import RowGroups
+
+
+class Experts(NamedTuple):
+    """Their matrices, and what widens them: `api.py` says what each array is. None for none."""
+
+    w: jax.Array
+    scale: jax.Array
+    zero: jax.Array | None
+    outer: jax.Array | None
+
+
+class Operands(NamedTuple):
+    """The arrays of one product, likewise."""
+
+    x: jax.Array
+    experts: Experts
+    groups: RowGroups
+    weights: jax.Array | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is known of one while tracing; hashable, so one static argument of a jit."""
+
+    form: str
+    group: int | None
+    activation: str | None

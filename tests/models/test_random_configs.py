@@ -1,0 +1,76 @@
+"""Configurations against transformers in float32: some that `tests/drills/model_configs.py` found jpaged to read
+otherwise, each with the field that it was, and a few random ones."""
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.support.config_spaces import SPACES, draw
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.transformers
+
+from tests.support.against_transformers import compare  # noqa: E402
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {"short_factor": [1.0] * 12, "long_factor": [3.0] * 12, "original_max_position_embeddings": 16}
+FOUR_EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
+
+FOUND: dict[str, dict[str, Any]] = {
+    "one of YaRN's two weights": {"model_type": "llama", "rope_scaling": YARN | {"mscale_all_dim": 0.5}},
+    "another name of SiLU": {"model_type": "llama", "hidden_act": "swish"},
+    "Gemma 2's exact GELU": {"model_type": "gemma2", "head_dim": 16, "hidden_activation": "gelu"},
+    "Gemma 3's soft cap of attention": {"model_type": "gemma3_text", "head_dim": 16, "attn_logit_softcapping": 2.0},
+    "OLMo 3's theta of full layers alone": {
+        "model_type": "olmo3",
+        "rope_theta": 100,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "SmolLM3's windows by layer types alone": {
+        "model_type": "smollm3",
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "SmolLM3's switch without a window": {
+        "model_type": "smollm3",
+        "use_sliding_window": True,
+        "no_rope_layer_interval": 2,
+    },
+    "Qwen2-MoE's windows in every second layer": {
+        "model_type": "qwen2_moe",
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 24,
+        **FOUR_EXPERTS,
+    },
+    "GLM-4.5's epsilon": {"model_type": "glm4_moe", "head_dim": 16, "n_routed_experts": 4, **FOUR_EXPERTS},
+    "Phi-3's original length": {"model_type": "phi3", "rope_scaling": {"type": "yarn", **LONGROPE}},
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_once_differed_is_equal(name: str) -> None:
+    config = FOUND[name]
+    (architecture,) = (one.architecture for one in SPACES.values() if one.model_type == config["model_type"])
+    assert compare(SMALL | config | {"architectures": [architecture]}, seed=1) is None
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5", "gemma3", "granitemoehybrid", "qwen3_next", "seed_oss"])
+def test_a_random_configuration_is_equal(family: str) -> None:
+    assert compare(draw(SPACES[family], random.Random(5)), seed=5) is None

@@ -1,0 +1,709 @@
+"""Random config.json files of every family, tiny, for comparisons with transformers: `draw`.
+
+A family is what its configurations always have, and fields with the values that each may take; `...` leaves a field
+out. Sizes, experts, windows and rotations go together and are drawn by the functions below.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+Config = dict[str, Any]
+LENGTHS = (32, 48, 64, 256)
+"""Of contexts, in tokens: some shorter than what the models are given once RoPE stretches them."""
+
+GATES: tuple[Any, ...] = (..., "silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "gelu_fast")
+FLAG: tuple[Any, ...] = (..., False, True)
+EPS: tuple[Any, ...] = (..., 1e-6, 1e-5, 1e-2)
+STRETCHES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+@dataclass(frozen=True)
+class Space:
+    """architecture, model_type: as in config.json. fields: the values of each, `...` to leave it out.
+    parts: functions that add what goes together, given a source of chance and what there is already.
+    """
+
+    architecture: str
+    model_type: str
+    fields: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    parts: tuple[Callable[[random.Random, Config], None], ...] = ()
+
+
+def draw(space: Space, chance: random.Random) -> Config:
+    """The contents of a config.json, as transformers 4 or 5 or neither would write it."""
+    config: Config = {"model_type": space.model_type, "architectures": [space.architecture]}
+    config["vocab_size"] = chance.choice((97, 128, 161, 300))
+    for name, values in {**_IN_ALL, **space.fields}.items():
+        if (value := chance.choice(values)) is not ...:
+            config[name] = value
+    for part in space.parts:
+        part(chance, config)
+    return config
+
+
+_NO_KV_HEADS: dict[str, tuple[Any, ...]] = dict.fromkeys(("llama", "phi3", "olmo2", "granite", "cohere"), (..., None))
+"""Where the number of key-value heads may be left out, and is then that of the queries' heads."""
+
+_IN_ALL: dict[str, tuple[Any, ...]] = {
+    "tie_word_embeddings": FLAG,
+    "torch_dtype": (..., "float32"),
+    "dtype": (..., "float32"),
+    "eos_token_id": (..., 2, [2, 5], None),
+    "pad_token_id": (..., 0, None),
+    "use_cache": (..., False),
+    "transformers_version": (..., "4.30.0", "5.0.0"),
+    "attention_dropout": (..., 0.1),
+    "initializer_range": (..., 0.02),
+}
+
+
+def sizes(
+    *,
+    heads: str = "num_attention_heads",
+    kv: str | None = "num_key_value_heads",
+    dim: str = "optional",
+    inner: str = "",
+) -> Callable[[random.Random, Config], None]:
+    """Sizes in Llama's spelling. dim: "optional", "none" (no head_dim) or "always". inner: name, if not the usual."""
+
+    def add(chance: random.Random, config: Config) -> None:
+        count, size = chance.choice((1, 2, 3, 4, 6)), chance.choice((8, 12, 16, 24))
+        config |= {heads: count, "hidden_size": count * size * (2 if count < 3 else 1)}
+        config["num_hidden_layers"] = chance.choice((2, 2, 3, 4))
+        config[inner or "intermediate_size"] = chance.choice((40, 72, 96))
+        fitting = [n for n in range(1, count + 1) if count % n == 0]
+        if (
+            kv is not None
+            and (chosen := chance.choice([*fitting, *_NO_KV_HEADS.get(config["model_type"], ())])) is not ...
+        ):
+            config[kv] = chosen
+        if dim == "always" or (dim == "optional" and chance.random() < 0.5):
+            config["head_dim"] = chance.choice((8, 16, 20, 32))
+        config["max_position_embeddings"] = chance.choice(LENGTHS)
+
+    return add
+
+
+def head_dim_of(config: Config) -> int:
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def rotation(
+    *stretches: str, partial: bool = False, default_fraction: float = 1.0, columns: str = ""
+) -> Callable[[random.Random, Config], None]:
+    """How queries and keys are rotated. stretches: the kinds. partial: a part of each head may be rotated.
+    columns: the entry that has the number of rotated columns, if not a head's."""
+
+    def add(chance: random.Random, config: Config) -> None:
+        dim = config[columns] if columns else head_dim_of(config)
+        theta = chance.choice((..., 10000, 500000.0, 1e6, 100))
+        fraction = default_fraction
+        spelt: Config = {}
+        if partial and chance.random() < 0.6:
+            fraction = chance.choice([f for f in (0.25, 0.5, 0.75, 1.0) if int(dim * f) and int(dim * f) % 2 == 0])
+            spelt["partial_rotary_factor"] = fraction
+        if theta is not ...:
+            spelt["rope_theta"] = theta
+        parameters = stretch(chance, chance.choice(stretches or STRETCHES), int(dim * fraction), config)
+        if chance.random() < 0.5:  # transformers 4
+            config |= spelt
+            if parameters["rope_type"] != "default":
+                if chance.random() < 0.4:
+                    parameters["type"] = parameters.pop("rope_type")
+                config["rope_scaling"] = parameters
+            elif chance.random() < 0.5:
+                config["rope_scaling"] = None
+        else:
+            config["rope_parameters"] = parameters | spelt
+
+    return add
+
+
+def stretch(chance: random.Random, kind: str, columns: int, config: Config) -> Config:
+    """The parameters of a kind of RoPE."""
+    length = config["max_position_embeddings"]
+
+    def maybe(name: str, *values: Any) -> Config:
+        return {name: chance.choice(values)} if chance.random() < 0.5 else {}
+
+    found: Config = {"rope_type": kind}
+    if kind in ("linear", "dynamic"):
+        found["factor"] = chance.choice((2, 2.0, 3.5))
+    elif kind == "llama3":
+        found |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": chance.choice((4, 2.0))}
+        found |= {"original_max_position_embeddings": max(16, length // 2)}
+    elif kind == "yarn":
+        original = chance.choice((..., 16, 24))
+        found |= {"factor": chance.choice((2, 4.0, 16.0))}
+        if original is not ...:
+            found["original_max_position_embeddings"] = original
+        found |= maybe("beta_fast", 32, 4.0) | maybe("beta_slow", 1, 0.5) | maybe("truncate", True, False)
+        found |= maybe("mscale", 1.0, 0.707) | maybe("mscale_all_dim", 1.0, 0.5, 0)
+        found |= maybe("attention_factor", 1.2, None)
+    elif kind == "longrope":
+        original = chance.choice((16, 24))
+        factors = {"short_factor": (1.0, 1.3), "long_factor": (1.5, 4.0)}
+        found |= {name: [chance.uniform(*span) for _ in range(columns // 2)] for name, span in factors.items()}
+        found |= maybe("factor", 4.0, 2.0) | maybe("attention_factor", 1.3)
+        if chance.random() < 0.5:
+            found["original_max_position_embeddings"] = original
+        else:
+            config["original_max_position_embeddings"] = original
+    return found
+
+
+def layer_kinds(*, default: float = 0.5, pattern: str = "") -> Callable[[random.Random, Config], None]:
+    """layer_types at random, or left out; pattern: an entry that says how often one is full."""
+
+    def add(chance: random.Random, config: Config) -> None:
+        if chance.random() > default:
+            kinds = ("full_attention", "sliding_attention")
+            config["layer_types"] = [chance.choice(kinds) for _ in range(config["num_hidden_layers"])]
+        elif pattern and chance.random() < 0.5:
+            config[pattern] = chance.choice((2, 3))
+
+    return add
+
+
+def experts(**fields: tuple[Any, ...]) -> Callable[[random.Random, Config], None]:
+    """fields: `total`, `top` and `size` name the entries; others are as of `Space`."""
+
+    def add(chance: random.Random, config: Config) -> None:
+        total, top = chance.choice((2, 4, 6, 8)), chance.choice((1, 2))
+        (count,), (best,) = fields["total"], fields["top"]
+        config |= {count: total, best: top}
+        if "size" in fields:
+            config[fields["size"][0]] = chance.choice((24, 40))
+        for name, values in fields.items():
+            if name not in ("total", "top", "size") and (value := chance.choice(values)) is not ...:
+                config[name] = value
+
+    return add
+
+
+def groups(chance: random.Random, config: Config) -> None:
+    """n_group and topk_group that go with the number of experts, so that enough are left to choose from."""
+    total, top = config["n_routed_experts"], config["num_experts_per_tok"]
+    fitting = [n for n in (1, 2, 4) if total % n == 0 and total // n >= 2]
+    config["n_group"] = chance.choice(fitting or [1])
+    kept = [k for k in range(1, config["n_group"] + 1) if k * total // config["n_group"] >= top]
+    config["topk_group"] = chance.choice(kept)
+
+
+def some_dense(chance: random.Random, config: Config) -> None:
+    if chance.random() < 0.5:
+        config["decoder_sparse_step"] = chance.choice((1, 2, 3))
+    if chance.random() < 0.5:
+        config["mlp_only_layers"] = chance.choice(([], [0], [1], [0, 1]))
+
+
+def latents(chance: random.Random, config: Config) -> None:
+    heads = chance.choice((1, 2, 3, 4))
+    config |= {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": 48 if heads == 3 else 64}
+    config |= {"num_hidden_layers": chance.choice((2, 3)), "intermediate_size": 72, "kv_lora_rank": 24}
+    config |= {"q_lora_rank": chance.choice((None, 20)), "qk_rope_head_dim": chance.choice((8, 16))}
+    config |= {"qk_nope_head_dim": chance.choice((8, 12)), "v_head_dim": chance.choice((8, 16, 20))}
+    config["max_position_embeddings"] = chance.choice(LENGTHS)
+
+
+def mamba(chance: random.Random, config: Config) -> None:
+    heads = chance.choice((2, 4))
+    config |= {"mamba_n_heads": heads, "mamba_n_groups": chance.choice((1, 2)), "mamba_d_state": chance.choice((8, 16))}
+    config |= {"mamba_d_conv": chance.choice((2, 3, 4)), "mamba_expand": 2}
+    config["mamba_d_head"] = chance.choice(("auto", 2 * config["hidden_size"] // heads))
+    config["mamba_chunk_size"] = chance.choice((8, 16, 256))
+    if config["hidden_size"] * 2 % heads:
+        config |= {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "mamba_d_head": "auto"}
+
+
+def mamba_layers(chance: random.Random, config: Config) -> None:
+    layers = config["num_hidden_layers"]
+    if config["model_type"] == "bamba":
+        config["attn_layer_indices"] = sorted(chance.sample(range(layers), chance.randint(1, layers)))
+        return
+    names = chance.choice((("mamba", "attention"), ("linear_attention", "full_attention")))
+    kinds = [chance.choice(names) for _ in range(layers)]
+    kinds[chance.randrange(layers)] = names[1]
+    config[chance.choice(("layer_types", "layers_block_type"))] = kinds
+
+
+def delta(chance: random.Random, config: Config) -> None:
+    key_heads = chance.choice((1, 2))
+    config |= {"linear_num_key_heads": key_heads, "linear_num_value_heads": key_heads * chance.choice((1, 2, 3))}
+    config |= {"linear_key_head_dim": chance.choice((8, 16)), "linear_value_head_dim": chance.choice((8, 12))}
+    config["linear_conv_kernel_dim"] = chance.choice((2, 3, 4))
+    layers = config["num_hidden_layers"]
+    if chance.random() < 0.5:
+        kinds = [chance.choice(("linear_attention", "full_attention")) for _ in range(layers)]
+        kinds[chance.randrange(layers)] = "full_attention"
+        config["layer_types"] = kinds
+    else:
+        config["full_attention_interval"] = chance.choice((1, 2))
+
+
+def by_kind(theta: str = "") -> Callable[[random.Random, Config], None]:
+    """Rotations of both kinds of layers, in one of the spellings (Gemma 3, OLMo 3). theta: of layers with windows."""
+
+    def add(chance: random.Random, config: Config) -> None:
+        kind = chance.choice(("default", "linear", "yarn", "llama3"))
+        parameters = stretch(chance, kind, head_dim_of(config), config)
+        if "truncate" in parameters:
+            del parameters["truncate"]
+        way = chance.randrange(3)
+        if way == 0:
+            if kind != "default":
+                config["rope_scaling"] = parameters
+            if chance.random() < 0.6:
+                config["rope_theta"] = chance.choice((10000, 1e6))
+            if theta and chance.random() < 0.6:
+                config[theta] = chance.choice((100.0, 10000))
+        elif way == 1:
+            full = parameters | ({"rope_theta": 1e6} if chance.random() < 0.6 else {})
+            local = {"rope_type": "default"} | ({"rope_theta": 1000.0} if chance.random() < 0.6 else {})
+            config["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
+
+    return add
+
+
+def names(**renamed: str) -> Callable[[random.Random, Config], None]:
+    """Other names of entries, for families with their own."""
+
+    def add(chance: random.Random, config: Config) -> None:
+        for usual, own in renamed.items():
+            if usual in config:
+                config[own] = config.pop(usual)
+
+    return add
+
+
+def _alibi_or_rope(chance: random.Random, config: Config) -> None:
+    if not config.get("alibi"):
+        rotation()(chance, config)
+
+
+def _gptj(chance: random.Random, config: Config) -> None:
+    dim = config["hidden_size"] // config["num_attention_heads"]
+    config["rotary_dim"] = chance.choice([n for n in (4, 8, dim) if n <= dim])
+    names(**_GPT)(chance, config)
+
+
+def _neox_rope(chance: random.Random, config: Config) -> None:
+    if chance.random() < 0.5:
+        dim = head_dim_of(config)
+        config["rotary_pct"] = chance.choice([f for f in (0.25, 0.5, 1.0) if int(dim * f) and int(dim * f) % 2 == 0])
+        config["rotary_emb_base"] = chance.choice((10000, 500.0))
+        if chance.random() < 0.5:
+            config["rope_scaling"] = {"type": chance.choice(("linear", "dynamic")), "factor": 2.0}
+    elif head_dim_of(config) % 8 == 0:
+        rotation(partial=True, default_fraction=0.25)(chance, config)
+    else:
+        config["rotary_pct"] = 0.5
+
+
+_GPT = {
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "max_position_embeddings": "n_positions",
+    "intermediate_size": "n_inner",
+}
+WINDOW: tuple[Any, ...] = (1, 5, 12, 1000)
+_QWEN: dict[str, tuple[Any, ...]] = {"hidden_act": GATES, "rms_norm_eps": EPS}
+_WINDOWS: dict[str, tuple[Any, ...]] = {
+    "use_sliding_window": (..., False, True, True),
+    "sliding_window": (..., None, *WINDOW),
+    "max_window_layers": (..., 0, 1, 2),
+}
+_GRANITE: dict[str, tuple[Any, ...]] = _QWEN | {
+    "attention_bias": FLAG,
+    "attention_multiplier": (..., 0.1, 1),
+    "embedding_multiplier": (..., 4, 0.5),
+    "logits_scaling": (..., 2, 0.5),
+    "residual_multiplier": (..., 0.3, 1),
+}
+_SPLIT_EXPERTS = {"total": ("n_routed_experts",), "top": ("num_experts_per_tok",), "size": ("moe_intermediate_size",)}
+_SIGMOID: dict[str, tuple[Any, ...]] = {
+    "n_shared_experts": (1, 2),
+    "routed_scaling_factor": (..., 2.5, 1.0),
+    "norm_topk_prob": FLAG,
+    "first_k_dense_replace": (..., 0, 1, 2),
+}
+
+SPACES: dict[str, Space] = {
+    "llama": Space(
+        *("LlamaForCausalLM", "llama", _QWEN | {"attention_bias": FLAG, "mlp_bias": FLAG, "pretraining_tp": (..., 1)}),
+        (sizes(), rotation()),
+    ),
+    "mistral": Space(
+        *("MistralForCausalLM", "mistral", _QWEN | {"sliding_window": (..., None, *WINDOW)}), (sizes(), rotation())
+    ),
+    "ministral": Space(
+        *("MinistralForCausalLM", "ministral", _QWEN | {"sliding_window": (..., *WINDOW)}),
+        (sizes(), rotation(), layer_kinds()),
+    ),
+    "qwen2": Space("Qwen2ForCausalLM", "qwen2", _QWEN | _WINDOWS, (sizes(), rotation(), layer_kinds(default=0.7))),
+    "qwen3": Space(
+        *("Qwen3ForCausalLM", "qwen3", _QWEN | _WINDOWS | {"attention_bias": FLAG}),
+        (sizes(dim="always"), rotation(), layer_kinds(default=0.7)),
+    ),
+    "seed_oss": Space(
+        "SeedOssForCausalLM",
+        "seed_oss",
+        _QWEN | {"attention_bias": FLAG, "attention_out_bias": FLAG, "mlp_bias": FLAG},
+        (sizes(dim="always"), rotation()),
+    ),
+    "ernie4_5": Space(
+        *("Ernie4_5ForCausalLM", "ernie4_5", _QWEN | {"use_bias": FLAG}), (sizes(dim="always"), rotation())
+    ),
+    "gemma": Space(
+        "GemmaForCausalLM",
+        "gemma",
+        {
+            "hidden_act": ("gelu", "gelu_pytorch_tanh", ..., "silu"),
+            "hidden_activation": (..., None, "gelu_pytorch_tanh"),
+            "rms_norm_eps": EPS,
+            "attention_bias": FLAG,
+        },
+        (sizes(dim="always"), rotation()),
+    ),
+    "gemma2": Space(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        {
+            "hidden_activation": (..., "gelu_pytorch_tanh", "gelu", "silu"),
+            "hidden_act": (..., "gelu_pytorch_tanh"),
+            "rms_norm_eps": EPS,
+            "attention_bias": FLAG,
+            "query_pre_attn_scalar": (16, 24, ...),
+            "attn_logit_softcapping": (..., None, 5.0, 2.0),
+            "final_logit_softcapping": (..., None, 8.0, 3.0),
+            "sliding_window": (..., *WINDOW),
+        },
+        (sizes(dim="always"), rotation(), layer_kinds(default=0.7)),
+    ),
+    "gemma3": Space(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        {
+            "hidden_activation": (..., "gelu_pytorch_tanh", "silu"),
+            "rms_norm_eps": EPS,
+            "attention_bias": FLAG,
+            "query_pre_attn_scalar": (16, 24, ...),
+            "attn_logit_softcapping": (..., None, 5.0),
+            "final_logit_softcapping": (..., None, 8.0),
+            "sliding_window": (..., *WINDOW),
+        },
+        (sizes(dim="always"), by_kind("rope_local_base_freq"), layer_kinds(pattern="sliding_window_pattern")),
+    ),
+    "phi3": Space(
+        "Phi3ForCausalLM",
+        "phi3",
+        _QWEN
+        | {
+            "sliding_window": (..., None, *WINDOW),
+            "original_max_position_embeddings": (..., 16, 32),
+            "pad_token_id": (0,),
+        },
+        (sizes(dim="none"), rotation("default", "longrope", partial=True)),
+    ),
+    "olmo2": Space(
+        *("Olmo2ForCausalLM", "olmo2", _QWEN | {"attention_bias": FLAG, "pad_token_id": (0,)}),
+        (sizes(dim="none"), rotation()),
+    ),
+    "olmo3": Space(
+        *(
+            "Olmo3ForCausalLM",
+            "olmo3",
+            _QWEN | {"attention_bias": FLAG, "sliding_window": (..., *WINDOW), "pad_token_id": (0,)},
+        ),
+        (sizes(dim="none"), by_kind(), layer_kinds()),
+    ),
+    "granite": Space(
+        *("GraniteForCausalLM", "granite", _GRANITE | {"mlp_bias": FLAG}), (sizes(dim="none"), rotation())
+    ),
+    "granitemoe": Space(
+        *("GraniteMoeForCausalLM", "granitemoe", _GRANITE),
+        (sizes(dim="none"), rotation(), experts(total=("num_local_experts",), top=("num_experts_per_tok",))),
+    ),
+    "granitemoeshared": Space(
+        *("GraniteMoeSharedForCausalLM", "granitemoeshared", _GRANITE | {"shared_intermediate_size": (..., 0, 24)}),
+        (sizes(dim="none"), rotation(), experts(total=("num_local_experts",), top=("num_experts_per_tok",))),
+    ),
+    "granitemoehybrid": Space(
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        _GRANITE
+        | {
+            "hidden_act": (..., "silu"),
+            "shared_intermediate_size": (24, 40),
+            "position_embedding_type": (..., None, "nope", "rope"),
+            "mamba_conv_bias": FLAG,
+            "mamba_proj_bias": FLAG,
+        },
+        (
+            *(sizes(dim="none"), rotation("default", "linear", "yarn"), mamba, mamba_layers),
+            experts(total=("num_local_experts",), top=("num_experts_per_tok",)),
+        ),
+    ),
+    "bamba": Space(
+        "BambaForCausalLM",
+        "bamba",
+        {
+            "rms_norm_eps": EPS,
+            "attention_bias": FLAG,
+            "mlp_bias": FLAG,
+            "mamba_conv_bias": FLAG,
+            "mamba_proj_bias": FLAG,
+        },
+        (sizes(dim="none"), mamba, rotation("default", "linear"), mamba_layers),
+    ),
+    "smollm3": Space(
+        "SmolLM3ForCausalLM",
+        "smollm3",
+        _QWEN
+        | {
+            "attention_bias": FLAG,
+            "mlp_bias": FLAG,
+            "no_rope_layer_interval": (..., 1, 2, 3),
+            "no_rope_layers": (..., ..., None, [1, 0, 1, 0], [0, 0, 1, 1]),
+            "use_sliding_window": FLAG,
+            "sliding_window": (..., None, *WINDOW),
+            "pad_token_id": (0,),
+        },
+        (sizes(), rotation(), layer_kinds(default=0.7)),
+    ),
+    "glm": Space(
+        *("GlmForCausalLM", "glm", _QWEN | {"attention_bias": FLAG, "pad_token_id": (0,)}),
+        (sizes(dim="always"), rotation(partial=True, default_fraction=0.5)),
+    ),
+    "glm4": Space(
+        *("Glm4ForCausalLM", "glm4", _QWEN | {"attention_bias": FLAG, "pad_token_id": (0,)}),
+        (sizes(dim="always"), rotation(partial=True, default_fraction=0.5)),
+    ),
+    "cohere": Space(
+        "CohereForCausalLM",
+        "cohere",
+        {
+            "hidden_act": GATES,
+            "layer_norm_eps": EPS,
+            "logit_scale": (..., 0.25, 1.0),
+            "attention_bias": FLAG,
+            "use_qk_norm": FLAG,
+        },
+        (sizes(dim="none"), rotation()),
+    ),
+    "cohere2": Space(
+        "Cohere2ForCausalLM",
+        "cohere2",
+        {
+            "hidden_act": GATES,
+            "layer_norm_eps": EPS,
+            "logit_scale": (..., 0.25, 1.0),
+            "attention_bias": FLAG,
+            "sliding_window": (..., *WINDOW),
+        },
+        (sizes(), rotation(), layer_kinds(pattern="sliding_window_pattern")),
+    ),
+    "stablelm": Space(
+        "StableLmForCausalLM",
+        "stablelm",
+        {
+            "hidden_act": GATES,
+            "layer_norm_eps": EPS,
+            "use_qkv_bias": FLAG,
+            "qk_layernorm": FLAG,
+            "use_parallel_residual": FLAG,
+        },
+        (sizes(dim="none"), rotation(partial=True, default_fraction=0.25)),
+    ),
+    "starcoder2": Space(
+        "Starcoder2ForCausalLM",
+        "starcoder2",
+        {"hidden_act": GATES, "norm_epsilon": EPS, "use_bias": FLAG, "sliding_window": (..., None, *WINDOW)},
+        (sizes(), rotation()),
+    ),
+    "falcon": Space(
+        "FalconForCausalLM",
+        "falcon",
+        {
+            "activation": GATES,
+            "layer_norm_epsilon": EPS,
+            "alibi": FLAG,
+            "new_decoder_architecture": FLAG,
+            "multi_query": FLAG,
+            "parallel_attn": FLAG,
+            "bias": FLAG,
+            "num_ln_in_parallel_attn": (..., None, 1, 2),
+        },
+        (sizes(dim="none", kv="num_kv_heads", inner="ffn_hidden_size"), _alibi_or_rope),
+    ),
+    "gpt_neox": Space(
+        "GPTNeoXForCausalLM",
+        "gpt_neox",
+        {"hidden_act": GATES, "layer_norm_eps": EPS, "use_parallel_residual": FLAG, "attention_bias": FLAG},
+        (sizes(dim="none", kv=None), _neox_rope),
+    ),
+    "gptj": Space(
+        *("GPTJForCausalLM", "gptj", {"activation_function": GATES, "layer_norm_epsilon": EPS}),
+        (sizes(dim="none", kv=None), _gptj),
+    ),
+    "bloom": Space(
+        "BloomForCausalLM",
+        "bloom",
+        {"layer_norm_epsilon": EPS, "apply_residual_connection_post_layernorm": FLAG},
+        (sizes(dim="none", kv=None), names(num_attention_heads="n_head", num_hidden_layers="n_layer")),
+    ),
+    "mpt": Space(
+        "MptForCausalLM",
+        "mpt",
+        {
+            "layer_norm_epsilon": EPS,
+            "attn_config": (..., {"clip_qkv": 0.5}, {"softmax_scale": 0.3, "alibi": True}, {"clip_qkv": None}),
+            "no_bias": (..., True),
+        },
+        (
+            sizes(dim="none", kv=None),
+            names(
+                hidden_size="d_model",
+                num_attention_heads="n_heads",
+                num_hidden_layers="n_layers",
+                max_position_embeddings="max_seq_len",
+            ),
+        ),
+    ),
+    "opt": Space(
+        "OPTForCausalLM",
+        "opt",
+        {
+            "activation_function": GATES,
+            "do_layer_norm_before": FLAG,
+            "_remove_final_layer_norm": FLAG,
+            "word_embed_proj_dim": (..., None, 24),
+            "enable_bias": FLAG,
+            "layer_norm_elementwise_affine": (..., True),
+            "pad_token_id": (..., 1),
+        },
+        (sizes(dim="none", kv=None, inner="ffn_dim"),),
+    ),
+    "gpt2": Space(
+        "GPT2LMHeadModel",
+        "gpt2",
+        {
+            "activation_function": GATES,
+            "layer_norm_epsilon": EPS,
+            "scale_attn_weights": FLAG,
+            "scale_attn_by_inverse_layer_idx": FLAG,
+            "reorder_and_upcast_attn": FLAG,
+        },
+        (sizes(dim="none", kv=None), names(**_GPT)),
+    ),
+    "mixtral": Space(
+        *("MixtralForCausalLM", "mixtral", _QWEN | {"sliding_window": (..., None, *WINDOW)}),
+        (sizes(), rotation(), experts(total=("num_local_experts",), top=("num_experts_per_tok",))),
+    ),
+    "qwen2_moe": Space(
+        *("Qwen2MoeForCausalLM", "qwen2_moe", _QWEN | _WINDOWS | {"qkv_bias": FLAG}),
+        (
+            *(sizes(), rotation(), layer_kinds(default=0.7), some_dense),
+            experts(
+                total=("num_experts",),
+                top=("num_experts_per_tok",),
+                size=("moe_intermediate_size",),
+                norm_topk_prob=FLAG,
+                shared_expert_intermediate_size=(24, 40),
+            ),
+        ),
+    ),
+    "qwen3_moe": Space(
+        *("Qwen3MoeForCausalLM", "qwen3_moe", _QWEN | _WINDOWS | {"attention_bias": FLAG}),
+        (
+            *(sizes(), rotation(), some_dense),
+            experts(
+                total=("num_experts",),
+                top=("num_experts_per_tok",),
+                size=("moe_intermediate_size",),
+                norm_topk_prob=FLAG,
+            ),
+        ),
+    ),
+    "dots1": Space(
+        "Dots1ForCausalLM",
+        "dots1",
+        _QWEN | {"attention_bias": FLAG, "sliding_window": (..., None, *WINDOW), "max_window_layers": (..., 0, 1)},
+        (sizes(), rotation(), layer_kinds(default=0.7), experts(**_SPLIT_EXPERTS, **_SIGMOID), groups),
+    ),
+    "glm4_moe": Space(
+        *("Glm4MoeForCausalLM", "glm4_moe", _QWEN | {"attention_bias": FLAG, "use_qk_norm": FLAG}),
+        (
+            sizes(dim="always"),
+            rotation(partial=True, default_fraction=0.5),
+            experts(**_SPLIT_EXPERTS, **_SIGMOID),
+            groups,
+        ),
+    ),
+    "deepseek_v2": Space(
+        *("DeepseekV2ForCausalLM", "deepseek_v2", _QWEN | {"attention_bias": FLAG}),
+        (
+            *(latents, rotation("default", "yarn", "linear", columns="qk_rope_head_dim")),
+            experts(
+                **_SPLIT_EXPERTS,
+                **_SIGMOID | {"norm_topk_prob": (..., False), "topk_method": (..., "greedy", "group_limited_greedy")},
+            ),
+            groups,
+        ),
+    ),
+    "deepseek_v3": Space(
+        *("DeepseekV3ForCausalLM", "deepseek_v3", _QWEN | {"attention_bias": FLAG, "rope_interleave": FLAG}),
+        (
+            *(latents, rotation("default", "yarn", "linear", columns="qk_rope_head_dim")),
+            experts(**_SPLIT_EXPERTS, **_SIGMOID | {"topk_method": (..., "noaux_tc")}),
+            groups,
+        ),
+    ),
+    "gpt_oss": Space(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        {
+            "rms_norm_eps": EPS,
+            "attention_bias": FLAG,
+            "sliding_window": (..., *WINDOW),
+            "swiglu_limit": (..., 7.0, 1.0),
+            "swiglu_alpha": (..., 1.5),
+        },
+        (
+            *(sizes(dim="always"), rotation("default", "yarn", "linear"), layer_kinds()),
+            experts(total=("num_local_experts",), top=("num_experts_per_tok",)),
+        ),
+    ),
+    "qwen3_next": Space(
+        *("Qwen3NextForCausalLM", "qwen3_next", {"rms_norm_eps": EPS, "attention_bias": FLAG}),
+        (
+            *(sizes(dim="always"), rotation(partial=True, default_fraction=0.25), delta, some_dense),
+            experts(
+                total=("num_experts",),
+                top=("num_experts_per_tok",),
+                size=("moe_intermediate_size",),
+                norm_topk_prob=FLAG,
+                shared_expert_intermediate_size=(24, 40),
+            ),
+        ),
+    ),
+    "qwen3_5": Space(
+        *("Qwen3_5ForCausalLM", "qwen3_5_text", {"rms_norm_eps": EPS, "attention_bias": FLAG}),
+        (sizes(dim="always"), rotation(partial=True, default_fraction=0.25), delta),
+    ),
+    "qwen3_5_moe": Space(
+        *("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", {"rms_norm_eps": EPS, "attention_bias": FLAG}),
+        (
+            *(sizes(dim="always"), rotation(partial=True, default_fraction=0.25), delta),
+            experts(
+                total=("num_experts",),
+                top=("num_experts_per_tok",),
+                size=("moe_intermediate_size",),
+                shared_expert_intermediate_size=(24, 40),
+            ),
+        ),
+    ),
+}
