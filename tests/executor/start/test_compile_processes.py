@@ -39,6 +39,7 @@ from jpaged.executor.step.held import initial_held
 from jpaged.executor.step.program import Setup, StepProgram
 from jpaged.executor.step.runner import Runner
 from jpaged.models import ModelConfig, build
+from tests.support.jax_cache import jax_cache
 from tests.tiny_models import tiny_model
 
 CONFIG = ExecutorConfig(
@@ -57,10 +58,8 @@ def loaded(tmp_path, monkeypatch) -> Iterator[list[Path]]:
 
     JAX's settings are not its defaults: a process that kept to these would leave its programs under other names.
     """
-    monkeypatch.setenv("JPAGED_CACHE_DIR", str(tmp_path))  # JAX's own cache would hand out what it cannot serialise
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    cache_dir = jax.config.jax_compilation_cache_dir  # which another test may have set, and processes take over
-    jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.setenv("JPAGED_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)  # it would hand out what it cannot serialise again
     monkeypatch.setattr(compile_processes, "LEAST_SHARED", 2)
     without_blocks = tuple(kind for kind in kinds.KINDS if kind not in blocks.KINDS)
     monkeypatch.setattr(kinds, "KINDS", without_blocks)  # small programs, which are not shared out
@@ -74,9 +73,8 @@ def loaded(tmp_path, monkeypatch) -> Iterator[list[Path]]:
         return program
 
     monkeypatch.setattr(ExecutableCache, "load", staticmethod(recorded))
-    with jax.default_matmul_precision("float32"):
+    with jax_cache(None), jax.default_matmul_precision("float32"):
         yield found
-    jax.config.update("jax_compilation_cache_dir", cache_dir)
 
 
 def compiler(helpers: CompileProcesses | None = None) -> Compiler:
