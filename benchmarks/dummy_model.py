@@ -5,7 +5,9 @@
     python benchmarks/dummy_model.py llama-3.1-8b DIR --scheme int4     jpaged serve DIR --load-format dummy
 
 The tokenizer is byte-level BPE without merges, its tokens random words of 2 to 8 letters: turning token ids into text
-costs what it costs with a real one, and the prompts of `jpaged bench serve` are token ids. --weights writes a
+costs what it costs with a real one, and the prompts of `jpaged bench serve` are token ids. With --train-tokenizer it is
+trained on the sources of this Python and its packages, half a minute long: grammars follow such tokens as they follow a
+real model's, with quotation marks and ends of lines within them. --weights writes a
 checkpoint as well, where reading it is what is measured. --scheme makes the configuration one of a checkpoint that
 `jpaged quantize` wrote.
 """
@@ -13,26 +15,56 @@ checkpoint as well, where reading it is what is measured. --scheme makes the con
 import argparse
 import json
 import random
+import site
 import string
+import sysconfig
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jpaged.bench.models import CONFIGS
 from jpaged.models.quantization.recipes import RECIPES
 
+_TEXT_BYTES = 64 << 20  # of program texts that a tokenizer is trained on
 
-def write_tokenizer(directory: Path, vocab_size: int) -> None:
+
+def program_texts(most_bytes: int) -> Iterator[str]:
+    """Of Python and its packages, about so much of them."""
+    for directory in (sysconfig.get_path("stdlib"), *site.getsitepackages()):
+        for file in sorted(Path(directory).rglob("*.py")):
+            if most_bytes <= 0:
+                return
+            text = file.read_text(errors="replace")
+            most_bytes -= len(text)
+            yield text
+
+
+def trained_bpe(vocab_size: int, texts: Iterable[str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Vocabulary, of at most this size, and merges of a byte-level BPE."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    return model["vocab"], [(left, right) for left, right in model["merges"]]
+
+
+def write_tokenizer(directory: Path, vocab_size: int, texts: Iterable[str] = ()) -> None:
+    """Of random words, or trained on texts; random words fill what training leaves of the vocabulary."""
     draw = random.Random(0)
-    vocab = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocab, merges = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []
+    if texts:
+        vocab, merges = trained_bpe(vocab_size, texts)
     while len(vocab) < vocab_size:
         word = "".join(draw.choices(string.ascii_lowercase, k=draw.randint(2, 8)))
         vocab.setdefault(draw.choice(("Ġ", "")) + word, len(vocab))  # Ġ: a space, as byte-level BPE writes it
-    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer = Tokenizer(models.BPE(vocab, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -115,6 +147,9 @@ def main() -> None:
         action="store_true",
         help="random bfloat16 weights, for shapes like Llama's, Qwen3's and Qwen3-MoE's",
     )
+    parser.add_argument(
+        "--train-tokenizer", action="store_true", help="train the tokenizer on the sources of Python and its packages"
+    )
     parser.add_argument("--scheme", choices=RECIPES, help="of weights in fewer bits, for --load-format dummy")
     args = parser.parse_args()
     if args.weights and args.scheme:
@@ -124,7 +159,8 @@ def main() -> None:
     if args.scheme:
         config = config | {"quantization_config": RECIPES[args.scheme].config(["lm_head"])}
     (args.directory / "config.json").write_text(json.dumps(config, indent=2))
-    write_tokenizer(args.directory, CONFIGS[args.model]["vocab_size"])
+    texts = program_texts(_TEXT_BYTES) if args.train_tokenizer else ()
+    write_tokenizer(args.directory, CONFIGS[args.model]["vocab_size"], texts)
     if args.weights:
         write_weights(args.directory, CONFIGS[args.model])
 

@@ -1,6 +1,7 @@
 """Conversations of the kind that the embedded model was trained on, for calibration: a JSON line with "messages" each.
 
 python benchmarks/story_conversations.py --number 64 > stories.jsonl
+python benchmarks/story_conversations.py --number 64 --output stories.jsonl
 """
 
 import argparse
@@ -18,10 +19,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--number", type=int, default=64, help="of conversations (default: 64)")
     parser.add_argument("--seed", type=int, default=0, help="of their drawing (default: 0)")
+    parser.add_argument("--output", type=Path, help="a file to write them to (default: standard output)")
     args = parser.parse_args()
     rng = random.Random(args.seed)
-    for _ in range(args.number):
-        print(json.dumps({"messages": converse(rng)}))
+    lines = [json.dumps({"messages": converse(rng)}) + "\n" for _ in range(args.number)]
+    if args.output is None:
+        sys.stdout.writelines(lines)
+    else:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text("".join(lines))
 
 
 if __name__ == "__main__":
