@@ -10,7 +10,7 @@
 #     invariant-0.6b          110  Qwen3-0.6B, ShareGPT-like: without batch_invariant, then with it
 #     invariant-8b            170  Llama-3.1-8B, the same
 #     invariant-bits          130  bits of requests in random batches, beside those of each alone, and in training
-#     structured-256           60  0.6B, 256 requests of 128 tokens without a schema, then with one
+#     structured-256           75  0.6B, 256 requests of 128 tokens without a schema, then with one
 #     structured-16            55  0.6B, 16 of them, and 100 with schemas never seen before: time to the first token
 #     structured-half          85  0.6B, 1,000 ShareGPT-like, half of them with a schema
 #     structured-8b            70  8B, 256 requests without a schema, then with one
@@ -20,10 +20,10 @@
 #     bf16-8b                  55  8B in bfloat16: 1 and 32 requests, to compare int4-8b with
 #     fp8-30b                 105  Qwen3-30B-A3B in FP8: 1 and 32 requests
 #     int4-30b                105  Qwen3-30B-A3B in 4 bits: 1 and 32 requests
-#     few-bits-kernels         65  FP8 products of 8,192^3, 8B's gate and up in all forms, attention over FP8 pools
+#     few-bits-kernels         55  FP8 products of 8,192^3, 8B's gate and up in all forms, attention over FP8 pools
 #     few-bits-experts         80  30B's experts in FP8, 4 bits and MXFP4
 #     few-bits-tests          140  the GPU tests of ops with quantized operands
-#     train                   180  a story model of 104 million parameters: two minutes on short rows, one on 16,384
+#     train                   210  a story model of 104 million parameters: 1.5 minutes on short rows, one on 16,384
 #     quality                 110  of that model in FP8 and 4 bits: perplexity and agreement beside bfloat16
 #     drift                    60  of that model with an FP8 cache: log-probabilities along 16,384 tokens
 #     30b                     200  30B: 1, 32 and 256 requests, ShareGPT-like, 16 k prefill
@@ -34,7 +34,7 @@
 #     deepseek-steps           90  DeepSeek-V2-Lite: the same
 #     hybrid-prefixes         110  Qwen3.5-9B: prompts that begin alike, with snapshots of states and without
 #     transformers            180  log-probabilities of five families in bfloat16 beside transformers (torch)
-#     load                    150  a 30B checkpoint of 61 GB: written below WORK, then read onto the device
+#     load                    150  a checkpoint of 61 GB: written below WORK, which needs room for it, then loaded
 #     virtual-attention        30  one layer over contiguous addresses (these: benchmarks/virtual.sh)
 #     virtual-steps            80  8B, decode steps, pages mapped ahead and in the step, beside paged
 #     virtual-growth          150  8B, the same of 1,000 sequences
@@ -65,9 +65,9 @@
 #     against-8b              190  8B, this checkout beside OTHER: 1 and 32 requests, ShareGPT-like
 #     against-0.6b            150  0.6B, the same
 #     survival                110  8B behind the server, its engine killed twice: the pause, part by part
-#     plan-1                  555  fewer bits, batch invariance, structured output: what the docs have no figure for
+#     plan-1                  560  fewer bits, batch invariance, structured output: what the docs have no figure for
 #     plan-2                  520  mixtures and hybrids, and in fewer bits
-#     plan-3                  520  rollouts, quality in fewer bits, the GPU tests of quantized ops
+#     plan-3                  550  rollouts, quality in fewer bits, the GPU tests of quantized ops
 #
 # Seconds are estimates for an H200 and 16 cores, compilation included. A step is started if they are left of BUDGET_S,
 # where that is set; those that follow may still fit. One that fails, or is stopped after twice as long, does not stop
@@ -85,6 +85,7 @@ source "$(dirname "$0")/steps.bash"
 SCRIPT=benchmarks/card.sh
 WORK=${WORK:-${TMPDIR:-/tmp}/jpaged-card}
 LOGS=$OUT
+[[ -n ${DRY_RUN:-} ]] || mkdir -p "$WORK"
 PLAN_1=(int4-8b fp8-kv-8b invariant-product structured-256 structured-16 invariant-0.6b few-bits-kernels)
 PLAN_2=(30b fp8-30b int4-30b hybrid-prefixes)
 PLAN_3=(rollouts-process train quality few-bits-tests)
@@ -92,7 +93,7 @@ PLAN_3=(rollouts-process train quality few-bits-tests)
 LLAMA=(--model llama-3.1-8b --load-format dummy)
 QWEN=(--model qwen3-0.6b --load-format dummy)
 MOE=(--model qwen3-30b-a3b --load-format dummy)
-HYBRID=(--model qwen3.5-9b --max-model-len 20000 --max-num-batched-tokens 8192)
+HYBRID=(--model qwen3.5-9b --max-num-batched-tokens 8192)
 # Programs for all workloads, for ShareGPT-like ones, and for few rows.
 ALL_SIZES=(--max-model-len 17000 --max-num-seqs 1024 --decode-buckets 8,32,64,128,192,256,384,512,640,768,896,1024)
 ALL_SIZES+=(--max-num-batched-tokens 8192 --token-buckets 64,256,512,1024,2048,4096,6144,8192)
@@ -104,10 +105,12 @@ STRUCTURED_SIZES=(--max-model-len 4096 --max-num-seqs 256 --decode-buckets 16,64
 STRUCTURED_SIZES+=(--max-num-batched-tokens 2048 --token-buckets 64,256,2048)
 STEPS=(--max-model-len 2048 --context 512 --steps 32 --top 25 --max-num-seqs 256 --decode-buckets 8,32,256)
 STEPS+=(--max-num-batched-tokens 2048 --token-buckets 256,2048)
+ROWS=(--batch 32 --batch 256)
 ANSWERS=(--input-len 32 --output-len 128 --temperature 1)
 ROLLOUTS=(--max-model-len 1024 --max-num-seqs 256 --decode-buckets 8,256 --gpu-memory-utilization 0.5)
 ROLLOUTS+=(--max-num-batched-tokens 2048 --token-buckets 256,2048)
-MINUTES=(2 1)
+STREAMS=()
+MINUTES=(1.5 1)
 LARGE=(--size large --workers 8 --log-every 100)
 LONG=(--join --length 16384 --rows 2)
 TEXTS=(--texts 120 --max-tokens 200)
@@ -118,8 +121,10 @@ if [[ -n ${SMALL:-} ]]; then
     ALL_SIZES=(--max-model-len 256 --max-num-seqs 8 --decode-buckets 8 --max-num-batched-tokens 64 --token-buckets 64)
     SHAREGPT_SIZES=("${ALL_SIZES[@]}") FEW_ROWS=("${ALL_SIZES[@]}") STRUCTURED_SIZES=("${ALL_SIZES[@]}")
     STEPS=("${ALL_SIZES[@]}" --context 16 --steps 8)
+    ROWS=(--batch 4)
     ANSWERS=(--input-len 8 --output-len 16 --temperature 1)
-    ROLLOUTS=("${ALL_SIZES[@]}" --rounds 3 --streams 8 --output-len 8)
+    ROLLOUTS=("${ALL_SIZES[@]}" --rounds 3)
+    STREAMS=(--streams 8 --output-len 8)
     MINUTES=(0.05 0.05)
     LARGE=(--size tiny --steps 4 --log-every 1)
     LONG=(--join --length 128 --rows 2)
@@ -320,7 +325,7 @@ run_step() { # NAME
                 --decode-buckets 8,32,64,128,256,512,1000 --max-num-batched-tokens 8192 \
                 --token-buckets 64,512,1024,2048,8192 ;;
         30b-steps)
-            bench steps "${MOE[@]}" "${STEPS[@]}" --batch 1 --batch 32 --batch 256 ;;
+            bench steps "${MOE[@]}" "${STEPS[@]}" --batch 1 "${ROWS[@]}" ;;
         30b-experts)
             kernels "experts, " "sparse layer" routing ;;
         gpt-oss-steps | gemma-steps | deepseek-steps)
@@ -329,7 +334,7 @@ run_step() { # NAME
                 gemma-*) model=(--model gemma-3-12b --load-format dummy) ;;
                 *) model=(--model deepseek-v2-lite --load-format dummy) ;;
             esac
-            bench steps "${model[@]}" "${STEPS[@]}" --batch 32 --batch 256 ;;
+            bench steps "${model[@]}" "${STEPS[@]}" "${ROWS[@]}" ;;
         hybrid-prefixes)
             script benchmarks/hybrid_prefixes.py "${HYBRID[@]}" ;;
         transformers)
@@ -350,7 +355,7 @@ run_step() { # NAME
         families)
             drill families --processes "$(nproc)" --limit-s "$((seconds - 5))" --json "$OUT/$name$SUFFIX" ;;
         rollouts)
-            bench rollouts "${LLAMA[@]}" "${ROLLOUTS[@]}" ;;
+            bench rollouts "${LLAMA[@]}" "${ROLLOUTS[@]}" "${STREAMS[@]}" ;;
         rollouts-process)
             bench rollouts "${LLAMA[@]}" "${ROLLOUTS[@]}" --engine-process ;;
         shared-device)

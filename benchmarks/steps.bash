@@ -27,6 +27,8 @@ step() { # NAME LIMIT_S COMMAND...
         fi
     fi
     echo "== $name: $*"
+    # A step that runs another script of steps has that one end its own: a signal to the script does not reach them.
+    local -x BUDGET_S=$((limit - 5))
     if [[ -n ${LOGS:-} ]]; then
         log=$LOGS/${name// /-}.log
         timeout --kill-after=10 "$limit" "$@" >"$log" 2>&1
