@@ -197,9 +197,11 @@ gpu_tests() { # FILE...
 }
 
 prepare() { # PATH COMMAND...: which makes PATH, unless it is there
-    local path=$1
+    local path=$1 failed=$FAILED
     shift
-    [[ -e $path ]] || step "$name, before" 200 "$@"
+    [[ -e $path ]] && return
+    step "$name, before" 200 "$@"
+    ((FAILED == failed)) || rm -rf "$path"  # what is there in part
 }
 
 few_bits() { # MODEL SCHEME: sets `model`, the options for it

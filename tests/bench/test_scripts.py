@@ -188,9 +188,19 @@ def test_the_list_of_steps_adds_up_to_what_a_plan_takes():
 
 @pytest.fixture
 def fake(tmp_path) -> dict[str, str]:
-    """Variables of a script whose PYTHON only says what it was asked to run, and fails where that is a drill."""
+    """Variables of a script whose PYTHON only says what it was asked to run. It fails where that is a drill, and where it
+    is to train a tokenizer, of which it leaves the directory.
+    """
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "ran $*"\ncase "$*" in *tests.drills*) exit 3 ;; esac\n')
+    python.write_text(
+        """#!/bin/sh
+        echo "ran $*"
+        case "$*" in
+            *tests.drills*) exit 3 ;;
+            *--train-tokenizer*) mkdir -p "$3"; exit 4 ;;
+        esac
+        """
+    )
     python.chmod(0o755)
     return {"PYTHON": str(python), "OUT": str(tmp_path / "out"), "WORK": str(tmp_path / "work")}
 
@@ -233,3 +243,9 @@ def test_what_a_step_needs_is_made_once(fake):
     assert names == ["== int4-8b, before", "== int4-8b"]
     Path(fake["WORK"], "llama-3.1-8b-int4").mkdir(parents=True)
     assert "before" not in script("card.sh", "int4-8b", **fake).stdout
+
+
+def test_what_was_made_in_part_is_not_kept(fake):
+    done = script("card.sh", "structured-256", **fake)
+    assert "== structured-256, before: exit code 4" in done.stdout
+    assert not Path(fake["WORK"], "qwen3-0.6b-tokenizer").exists()
