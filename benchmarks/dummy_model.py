@@ -55,11 +55,12 @@ def trained_bpe(vocab_size: int, texts: Iterable[str]) -> tuple[dict[str, int], 
     return model["vocab"], [(left, right) for left, right in model["merges"]]
 
 
-def write_tokenizer(directory: Path, vocab_size: int, texts: Iterable[str] = ()) -> None:
+def write_tokenizer(directory: Path, vocab_size: int, texts: Iterable[str] | None = None) -> None:
     """Of random words, or trained on texts; random words fill what training leaves of the vocabulary."""
     draw = random.Random(0)
-    vocab, merges = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []
-    if texts:
+    vocab = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    merges: list[tuple[str, str]] = []
+    if texts is not None:
         vocab, merges = trained_bpe(vocab_size, texts)
     while len(vocab) < vocab_size:
         word = "".join(draw.choices(string.ascii_lowercase, k=draw.randint(2, 8)))
@@ -159,7 +160,7 @@ def main() -> None:
     if args.scheme:
         config = config | {"quantization_config": RECIPES[args.scheme].config(["lm_head"])}
     (args.directory / "config.json").write_text(json.dumps(config, indent=2))
-    texts = program_texts(_TEXT_BYTES) if args.train_tokenizer else ()
+    texts = program_texts(_TEXT_BYTES) if args.train_tokenizer else None
     write_tokenizer(args.directory, CONFIGS[args.model]["vocab_size"], texts)
     if args.weights:
         write_weights(args.directory, CONFIGS[args.model])

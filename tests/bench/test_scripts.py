@@ -188,8 +188,8 @@ def test_the_list_of_steps_adds_up_to_what_a_plan_takes():
 
 @pytest.fixture
 def fake(tmp_path) -> dict[str, str]:
-    """Variables of a script whose PYTHON only says what it was asked to run. It fails where that is a drill, and where it
-    is to train a tokenizer, of which it leaves the directory.
+    """Variables of a script whose PYTHON only says what it was asked to run. It fails where that is a drill, and where
+    it is to train a tokenizer, of which it leaves the directory.
     """
     python = tmp_path / "python"
     python.write_text(
