@@ -67,7 +67,7 @@
 #     survival                110  8B behind the server, its engine killed twice: the pause, part by part
 #     plan-1                  560  fewer bits, batch invariance, structured output: what the docs have no figure for
 #     plan-2                  520  mixtures and hybrids, and in fewer bits
-#     plan-3                  550  rollouts, quality in fewer bits, the GPU tests of quantized ops
+#     plan-3                  550  quality in fewer bits, of a larger model; rollouts
 #
 # Seconds are estimates for an H200 and 16 cores, compilation included. A step is started if they are left of BUDGET_S,
 # where that is set; those that follow may still fit. One that fails, or is stopped after twice as long, does not stop
@@ -88,7 +88,7 @@ LOGS=$OUT
 [[ -n ${DRY_RUN:-} ]] || mkdir -p "$WORK"
 PLAN_1=(int4-8b fp8-kv-8b invariant-product structured-256 structured-16 invariant-0.6b few-bits-kernels)
 PLAN_2=(30b fp8-30b int4-30b hybrid-prefixes)
-PLAN_3=(rollouts-process train quality few-bits-tests)
+PLAN_3=(rollouts-process train quality drift grpo)
 
 LLAMA=(--model llama-3.1-8b --load-format dummy)
 QWEN=(--model qwen3-0.6b --load-format dummy)
