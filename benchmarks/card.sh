@@ -373,7 +373,7 @@ run_step() { # NAME
             script benchmarks/tunix_sampler.py --runs 1 ${SMALL:+--tiny} ;;
         triton-8b)
             workloads 1 sharegpt single
-            throughput "$name" "${LLAMA[@]}" "${SHAREGPT_SIZES[@]}" --kernel-backend triton "${options[@]}" ;;
+            throughput "$name" "${LLAMA[@]}" "${ALL_SIZES[@]}" --kernel-backend triton "${options[@]}" ;;
         triton-0.6b)
             workloads 2 sharegpt
             throughput "$name" "${QWEN[@]}" "${ALL_SIZES[@]}" --kernel-backend triton "${options[@]}" ;;
