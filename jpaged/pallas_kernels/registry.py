@@ -42,6 +42,7 @@ from typing import Any
 import jax
 
 from jpaged.pallas_kernels import devices
+from jpaged.pallas_kernels.common import native_calls
 from jpaged.pallas_kernels.devices import Device
 
 REFERENCE = "xla"
@@ -361,8 +362,13 @@ def lost_here() -> str | None:
 
 
 def compilers() -> tuple[str, ...]:
-    """Names and versions of the packages beside JAX that kernels are compiled by, as far as they are installed."""
-    found = []
+    """Names and versions of the packages beside JAX that kernels are compiled by, as far as they are installed, and
+    whether Triton's kernels are called natively.
+
+    Raises:
+        ValueError: JPAGED_TRITON_CALLS is neither ffi nor native.
+    """
+    found = ["native calls"] if native_calls.wanted() else []
     for package in ("jax-triton", "triton"):
         with suppress(PackageNotFoundError):
             found.append(f"{package} {version(package)}")

@@ -1,6 +1,7 @@
 """How a Triton kernel is called from a jitted function.
 
-    on a GPU   jax-triton compiles the kernel while the function is lowered: a custom call, which CUDA graphs take
+    on a GPU   jax-triton compiles the kernel while the function is lowered: a custom call, which CUDA graphs take;
+               `native_calls` has XLA launch the kernel instead, if JPAGED_TRITON_CALLS=native
     on a CPU   Triton's interpreter runs it, if TRITON_INTERPRET=1 was set before Python started (`triton_interpreted`)
 
 A kernel is a function under `triton.jit`. Its parameters are, in this order: pointers to the arrays that it reads, to
@@ -21,7 +22,7 @@ from jax.interpreters import mlir
 from jax_triton import triton_lib
 from jaxlib.mlir import ir
 
-from jpaged.pallas_kernels.common import triton_code, triton_interpreted
+from jpaged.pallas_kernels.common import native_calls, triton_code, triton_interpreted
 from jpaged.pallas_kernels.common.triton_targets import capability
 
 if sys.modules.get("torch", sys) is None:  # hidden, as in our own processes: Triton would look for a Tensor there
@@ -124,14 +125,19 @@ def _refuse_cpu(*arguments: Any, **parameters: Any) -> Any:
 
 def _lower_small(*arguments: Any, **parameters: Any) -> Any:
     """jax-triton's lowering; the custom call that it makes has the kernel without what no GPU needs, or as it is where
-    another jax-triton describes kernels otherwise. Kernels of others in this process are lowered by it, too."""
+    another jax-triton describes kernels otherwise. Kernels of others in this process are lowered by it, too. If they
+    are wanted, calls of kernels that `kernel_of` knows become native ones."""
+    native = native_calls.wanted()
     results = triton_lib.triton_kernel_call_lowering(triton_lib.make_cuda_target, *arguments, **parameters)
     if results:
+        call = results[0].owner
         with suppress(ValueError, LookupError, zlib.error):
-            attributes = results[0].owner.attributes
-            described = {one.name: one.attr for one in attributes[_DESCRIPTION]}
-            described[_OPAQUE] = ir.StringAttr.get(triton_code.shrunk(described[_OPAQUE].value_bytes))
-            attributes[_DESCRIPTION] = ir.DictAttr.get(described)
+            described = {one.name: one.attr for one in call.attributes[_DESCRIPTION]}
+            opaque = triton_code.shrunk(described[_OPAQUE].value_bytes)
+            described[_OPAQUE] = ir.StringAttr.get(opaque)
+            call.attributes[_DESCRIPTION] = ir.DictAttr.get(described)
+            if native:
+                native_calls.make_native(call, triton_code.kernel_of(opaque))
     return results
 
 

@@ -1,6 +1,7 @@
 """A step is two CUDA graphs, its body and its head: XLA leaves no kernel, copy or loop of them out."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -46,3 +47,39 @@ def test_a_layer_in_fp8_is_ten_launches_in_a_decode_step(tmp_path):
     assert (two["layers"], three["layers"]) == (2, 3)
     assert two["parts"] == three["parts"] == {"kCommandBuffer": 1}
     assert three["commands"] - two["commands"] <= 10
+
+
+@pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
+def test_a_step_of_native_triton_calls_is_the_graph_it_was_and_leaves_no_call_to_jaxlib(tmp_path):
+    def compiled(calls):
+        script = Path(__file__).with_name("compile_triton_steps_for_h200.py")
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        command = [sys.executable, str(script), str(tmp_path / calls)]
+        done = subprocess.run(
+            command,
+            env=environment | {"JPAGED_TRITON_CALLS": calls},
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        return {record["name"]: record for line in lines if (record := json.loads(line))}
+
+    by_jaxlib, native = compiled("ffi"), compiled("native")
+    assert native.keys() == by_jaxlib.keys() == {"decode_8", "mixed_256", "sample_8_0", "sample_8_2"}
+    for name, program in native.items():
+        before = by_jaxlib[name]
+        assert (before["native"], program["ffi"]) == ([], 0), name
+        assert len(program["native"]) == before["ffi"], name
+        assert program["parts"] == before["parts"] == {"kCommandBuffer": 1}, name
+        assert (program["commands"], program["alias"]) == (before["commands"], before["alias"]), name
+        for kernel in program["native"]:
+            assert kernel["parameters"] == kernel["buffers"], kernel
+        if name in ("decode_8", "mixed_256"):
+            assert program["alias"] == program["held"], name
+            assert sum(kernel["updated"] for kernel in program["native"]) >= 2, name  # the pool of both layers
+    called = {kernel["name"] for program in native.values() for kernel in program["native"]}
+    assert {"_rope_and_write", "_decode", "_attend", "_scan", "_choose"} <= called
+    assert max(kernel["shared"] for program in native.values() for kernel in program["native"]) > 48 << 10

@@ -1,0 +1,81 @@
+"""Triton's kernels as kernels that XLA itself launches.
+
+    JPAGED_TRITON_CALLS=ffi       (the default) jax-triton's custom call. jaxlib's handler looks the kernel up by its
+                                  whole description at each run of a program, and launches it; a CUDA graph holds each
+                                  call as a graph of its own, recorded while that handler runs
+    JPAGED_TRITON_CALLS=native    a custom call that XLA knows, with the kernel's PTX and its launch: an ordinary kernel
+                                  of a CUDA graph, which asks nothing of jaxlib when a program runs
+
+XLA passes a kernel pointers to the call's operands, then to its results; an operand that is updated in place comes
+twice, as its result too. Triton's kernels have a parameter for each array, that operand but once, and pointers to
+scratch memory that they do not use. So the entry gets as many parameters as XLA passes: those of the arrays come first
+in both lists, and no instruction reads the others.
+
+The call is XLA's own affair and may change with any release, so only the releases in `CHECKED_JAXLIB` get it.
+"""
+
+import os
+import warnings
+
+import jaxlib
+from jaxlib.mlir import ir
+
+from jpaged.pallas_kernels.common.triton_code import Kernel
+
+VARIABLE = "JPAGED_TRITON_CALLS"
+
+CHECKED_JAXLIB = ((0, 11),)
+"""Releases whose XLA takes these calls as described above."""
+
+_TARGET = "__gpu$xla.gpu.ptx"
+_TARGET_NAME, _DESCRIPTION = "call_target_name", "mhlo.backend_config"  # attributes of a custom call
+
+
+def wanted() -> bool:
+    """Whether programs that are lowered from now on call Triton's kernels natively.
+
+    A jaxlib that was not checked keeps jax-triton's calls, with a warning.
+
+    Raises:
+        ValueError: the environment variable is neither "ffi" nor "native".
+    """
+    value = os.environ.get(VARIABLE, "").strip() or "ffi"
+    if value not in ("ffi", "native"):
+        raise ValueError(f"{VARIABLE} must be ffi or native, got {value!r}")
+    if value == "native" and not _is_checked():
+        checked = ", ".join(".".join(map(str, release)) for release in CHECKED_JAXLIB)
+        warnings.warn(
+            f"{VARIABLE}=native was checked with jaxlib {checked} only, and this is {jaxlib.__version__}: Triton's "
+            "kernels are called as with ffi",
+            stacklevel=2,
+        )
+        return False
+    return value == "native"
+
+
+def make_native(call: ir.Operation, kernel: Kernel) -> None:
+    """Turns jax-triton's custom call into one that XLA launches itself. Operands, results and what of them is updated
+    in place stay.
+
+    Args:
+        call: the custom call.
+        kernel: what it launches.
+    Raises:
+        ValueError: the call has fewer operands and results than the kernel has arrays; it is left as it was.
+    """
+    integer = ir.IntegerType.get_signless(32)
+    launch = dict(zip(("grid_x", "grid_y", "grid_z"), kernel.grid, strict=True))
+    launch |= {"block_x": kernel.threads, "block_y": 1, "block_z": 1, "shared_mem_bytes": kernel.shared_bytes}
+    described: dict[str, ir.Attribute] = {
+        "name": ir.StringAttr.get(kernel.name),
+        "kernel_type": ir.StringAttr.get("ptx"),
+        "kernel_data": ir.StringAttr.get(kernel.ptx_with(len(call.operands) + len(call.results))),
+    }
+    described |= {name: ir.IntegerAttr.get(integer, value) for name, value in launch.items()}
+    call.attributes[_TARGET_NAME] = ir.StringAttr.get(_TARGET)
+    call.attributes[_DESCRIPTION] = ir.DictAttr.get(described)
+
+
+def _is_checked() -> bool:
+    release = tuple(int(part) for part in jaxlib.__version__.split(".")[:2])
+    return release in CHECKED_JAXLIB
