@@ -25,6 +25,9 @@ log = logging.getLogger("jpaged.startup")
 CACHE_LIMIT_VARIABLE = "JPAGED_CACHE_LIMIT_GIB"
 
 DEFAULT_LIMIT_GIB = 20.0
+"""Generous, so that nobody compiles again who uses many models: a small model's programs take a quarter of a MiB each
+on a CPU. Yet upgrades, each of which leaves all programs of before behind, cannot fill a disk.
+"""
 
 IN_USE_S = 3600.0
 """What was used within it stays: several times what the longest start takes."""
