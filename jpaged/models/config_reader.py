@@ -48,6 +48,10 @@ class ConfigReader:
         """This one with other values of some entries: for those that have other names than most families' have."""
         return ConfigReader(self.architecture, {**self.config, **entries}, self.max_model_len, self.source)
 
+    def with_defaults(self, **entries: Any) -> "ConfigReader":
+        """This one with values of entries that config.json leaves out; what it sets to null stays null."""
+        return self.with_entries(**{name: value for name, value in entries.items() if name not in self.config})
+
     def text_part(self, architecture: str) -> "ConfigReader":
         """The reader of a multimodal model's "text_config", as if that were a config.json of this architecture."""
         text = self.config.get("text_config")

@@ -34,20 +34,17 @@ from jpaged.models.model import Model
 from jpaged.models.residual import Kernels
 from jpaged.pallas_kernels import invariant_product, invariant_product_backend, split_qkv
 from jpaged.pallas_kernels.devices import default_device
+from jpaged.pallas_kernels.invariant_product.api import TILE_ROWS
 from jpaged.pallas_kernels.registry import REFERENCE
 
 _CPU_ROWS = 16
-_GPU_ROWS = 128
-"""Of tiles with products in them: as many rows as keep the tensor cores busy for as long as their weights take to
-arrive. An H200's 990 TFLOP/s in 16 bits and 4.8 TB/s meet at 206 rows (computed, not measured). Fewer would read
-weights in vain more often, more would pad small batches."""
 _WIDE_GPU_ROWS = 512
-"""Of tiles without: padding costs them next to nothing, and a batch of so many rows needs no loop."""
+"""Of tiles without products: padding costs them next to nothing, and a batch of so many rows needs no loop."""
 
 
 def tile_rows() -> int:
-    """Rows of a tile on JAX's default device."""
-    return _CPU_ROWS if default_device().platform == "cpu" else _GPU_ROWS
+    """Rows of a tile with products in it, on JAX's default device."""
+    return _CPU_ROWS if default_device().platform == "cpu" else TILE_ROWS
 
 
 def _wide_tile_rows() -> int:

@@ -15,6 +15,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.processes.request_log import RequestLog
@@ -49,10 +50,10 @@ def build_app(engine: AsyncLLMEngine, options: AppOptions, clients: ClientCounts
     routes = [*openai_routes(engine, options, admission), *dialect_routes(engine, options, admission)]
     routes += embedding_routes(engine, options, admission)
     routes += [*operational_routes(engine, options, live), *page_routes()]
-    middleware = [Middleware(RequestIds), Middleware(RootPath), Middleware(LastWords)]
+    middleware = [Middleware(RequestIds), Middleware(RootPath), Middleware(LastWords, error_body=_error_body)]
     if options.allowed_hosts is not None:
-        middleware.append(Middleware(Hosts, allowed=options.allowed_hosts))
-    middleware.append(Middleware(Origins, allowed=options.allowed_origins))
+        middleware.append(Middleware(Hosts, allowed=options.allowed_hosts, error_body=_error_body))
+    middleware.append(Middleware(Origins, allowed=options.allowed_origins, error_body=_error_body))
     if options.allowed_origins:
         middleware.append(
             Middleware(
@@ -64,14 +65,18 @@ def build_app(engine: AsyncLLMEngine, options: AppOptions, clients: ClientCounts
             )
         )
     if options.api_keys:
-        middleware.append(Middleware(ApiKeys, keys=options.api_keys, anthropic_body=messages.error_body))
+        middleware.append(Middleware(ApiKeys, keys=options.api_keys, error_body=_error_body))
     app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_error})
     app.state.live = live
     return app
+
+
+def _error_body(scope: Scope, error: ApiError) -> bytes:
+    return messages.error_body(error) if is_anthropic(scope) else error.body()
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}."
     answer = ApiError(error.status_code, message, headers=error.headers)
-    return error_response(answer, messages.error_body(answer) if is_anthropic(request.scope) else None)
+    return error_response(answer, _error_body(request.scope, answer))

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jpaged.serving.errors import ApiError
 from jpaged.serving.http import error_response
-from jpaged.serving.middleware import HEALTH_PATHS, header_of, path_of
+from jpaged.serving.middleware import HEALTH_PATHS, ErrorBody, header_of, path_of
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 """The names that a server on a loopback address is known by."""
@@ -34,8 +34,9 @@ class Origins:
     allowed: origins that may ask, such as "https://example.org"; "*": any.
     """
 
-    def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, allowed: Sequence[str], error_body: ErrorBody) -> None:
         self._app = app
+        self._error_body = error_body
         self._allowed = frozenset(allowed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -48,7 +49,7 @@ class Origins:
                     code="origin_not_allowed",
                     kind="permission_error",
                 )
-                await error_response(error)(scope, receive, send)
+                await error_response(error, self._error_body(scope, error))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -68,8 +69,9 @@ class Hosts:
     allowed: names and addresses; "*": any.
     """
 
-    def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, allowed: Sequence[str], error_body: ErrorBody) -> None:
         self._app = app
+        self._error_body = error_body
         self._allowed = frozenset(name.lower().strip("[]") for name in allowed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,7 +83,7 @@ class Hosts:
                 code="host_not_allowed",
                 kind="permission_error",
             )
-            await error_response(error)(scope, receive, send)
+            await error_response(error, self._error_body(scope, error))(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

@@ -23,6 +23,9 @@ HEALTH_PATHS = ("/health", "/ping")
 OPEN_PATHS = (*HEALTH_PATHS, *PATHS)
 """Paths that need no key: those, and the page, which a browser opens before its user can give a key."""
 
+ErrorBody = Callable[[Scope, ApiError], bytes]
+"""The JSON of an error, in the form that a request's clients expect."""
+
 _REQUEST_ID_KEY = "jpaged.request_id"
 """Of the scope: what `RequestIds` calls the request."""
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -87,8 +90,9 @@ class LastWords:
     503. That is when its body has not come; what the engine runs has been aborted before, and answered.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, error_body: ErrorBody) -> None:
         self._app = app
+        self._error_body = error_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
@@ -102,18 +106,16 @@ class LastWords:
             await self._app(scope, receive, noted)
         except asyncio.CancelledError:  # only the end of the server cancels a request as a whole
             if not begun:
-                await error_response(ApiError(503, "The server is about to end."))(scope, receive, send)
+                error = ApiError(503, "The server is about to end.")
+                await error_response(error, self._error_body(scope, error))(scope, receive, send)
 
 
 class ApiKeys:
-    """ASGI middleware: refuses requests without one of the keys. Comparing takes the same time whatever is wrong.
+    """ASGI middleware: refuses requests without one of the keys. Comparing takes the same time whatever is wrong."""
 
-    anthropic_body: the JSON of an error as Anthropic's clients expect it.
-    """
-
-    def __init__(self, app: ASGIApp, keys: Sequence[str], anthropic_body: Callable[[ApiError], bytes]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], error_body: ErrorBody) -> None:
         self._app = app
-        self._anthropic_body = anthropic_body
+        self._error_body = error_body
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -125,8 +127,7 @@ class ApiKeys:
                 kind="authentication_error",
                 headers={"www-authenticate": "Bearer"},
             )
-            body = self._anthropic_body(error) if is_anthropic(scope) else None
-            await error_response(error, body)(scope, receive, send)
+            await error_response(error, self._error_body(scope, error))(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

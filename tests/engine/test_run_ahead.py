@@ -45,10 +45,18 @@ def test_without_being_asked_for_nothing_is_computed_ahead():
 def test_beside_ordinary_rows_nothing_is_computed_ahead():
     requests = [constrained(f"constrained {i}", 3 + i, 20) for i in range(4)]
     ordinary = make_request("ordinary", 3, 100)
-    engine = run(MadeUpGrammars(share=0.5), [*requests, ordinary])
+    engine = engine_of(MadeUpGrammars(share=0.5))
+    engine.add(*requests, ordinary)
+    while ordinary.slot < 0:
+        engine.step()
+    slot = ordinary.slot
+    engine.run(20_000)
     assert_constrained(*requests)
     assert_complete(ordinary)
-    assert not any(len(plan.run_ahead) for plan in engine.plans)
+    # Where masks are slow to come, on a busy machine, the ordinary row ends first, and the others go on alone.
+    *beside, _ = [i for i, plan in enumerate(engine.plans) if slot in plan.decode_slots]
+    assert len(beside) > 90
+    assert not any(len(plan.run_ahead) for plan in engine.plans[: beside[-1] + 1])
 
 
 @pytest.mark.parametrize("wants", [{"logprobs": 2}, {"repetition_penalty": 1.1}])

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 
+from jpaged.models import ModelConfig
 from tests.support.config_spaces import SPACES, draw
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.transformers
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
 from tests.support.against_transformers import compare  # noqa: E402
 
@@ -74,3 +77,19 @@ def test_what_once_differed_is_equal(name: str) -> None:
 @pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5", "gemma3", "granitemoehybrid", "qwen3_next", "seed_oss"])
 def test_a_random_configuration_is_equal(family: str) -> None:
     assert compare(draw(SPACES[family], random.Random(5)), seed=5) is None
+
+
+@pytest.mark.parametrize("family", [name for name in SPACES if name not in ("deepseek_v2", "deepseek_v3")])
+def test_key_value_heads_that_are_left_out_are_as_many_as_in_transformers(family: str) -> None:
+    """But for DeepSeek's, whose latents have none."""
+    space = SPACES[family]
+    their_class = CONFIG_MAPPING[space.model_type]
+    if "num_key_value_heads" not in their_class().to_dict():
+        pytest.skip("it has another name for them, or as many as query heads")
+    heads = {"num_attention_heads": 96, "head_dim": 8, "hidden_size": 96 * 8}
+    config = draw(space, random.Random(1)) | heads
+    for name in ("num_key_value_heads", "rope_scaling", "rope_parameters"):
+        config.pop(name, None)
+    theirs = their_class(**config).num_key_value_heads
+    assert 1 <= theirs <= 96
+    assert ModelConfig.from_dict(config).num_kv_heads == theirs

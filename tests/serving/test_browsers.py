@@ -12,12 +12,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jpaged import cli
+from jpaged.serving.app import _error_body
 from jpaged.serving.browsers import LOCAL_HOSTS, Hosts, Origins, check_json
 from jpaged.serving.errors import ApiError
 from jpaged.serving.options import AppOptions
 from jpaged.serving.server import _guarded
 
-PATHS = ("/", "/health", "/v1/completions")
+PATHS = ("/", "/health", "/v1/completions", "/v1/messages")
 
 
 async def answer(request: Request) -> Response:
@@ -26,7 +27,7 @@ async def answer(request: Request) -> Response:
 
 def ask(kind, allowed, method, path="/v1/completions", **headers):
     routes = [Route(route, answer, methods=["GET", "POST"]) for route in PATHS]
-    app = Starlette(routes=routes, middleware=[Middleware(kind, allowed=allowed)])
+    app = Starlette(routes=routes, middleware=[Middleware(kind, allowed=allowed, error_body=_error_body)])
 
     async def run():
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here:8000") as client:
@@ -64,6 +65,19 @@ def test_a_name_that_was_made_to_lead_here_is_refused_but_for_health_checks(host
     assert ask(Hosts, LOCAL_HOSTS, "GET", "/", host=host).status_code == 403  # nor the page, which would then ask
     assert ask(Hosts, LOCAL_HOSTS, "GET", "/health", host=host).status_code == 200
     assert ask(Hosts, ("*",), "POST", host=host).status_code == 200
+
+
+@pytest.mark.parametrize(("kind", "header"), [(Hosts, "host"), (Origins, "origin")])
+def test_what_is_refused_is_told_in_the_form_of_its_route(kind, header):
+    refused = {header: "http://evil.example" if header == "origin" else "evil.example"}
+    anthropic = ask(kind, (), "POST", "/v1/messages", **refused).json()
+    assert (anthropic["type"], anthropic["error"].keys()) == ("error", {"type", "message"})
+    assert anthropic["error"]["type"] == "permission_error"
+    assert ask(kind, (), "POST", **refused, anthropic_version="2023-06-01").json() == anthropic
+    openai = ask(kind, (), "POST", **refused).json()
+    assert openai.keys() == {"error"}
+    assert openai["error"]["message"] == anthropic["error"]["message"]
+    assert openai["error"].keys() == {"type", "message", "param", "code"}
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.1:80", "[::1]:8000", "[::1]"])

@@ -307,6 +307,27 @@ def test_developers_messages_in_the_midst_of_a_response_join_their_neighbours():
     assert [one["content"] for one in asked] == ["i\n\nb", "a\n\nb", "", "20\n\nb", "d", "b\n\nc"]
 
 
+def test_a_developers_message_between_calls_parts_none_from_its_result():
+    calls = [{"type": "function_call", "call_id": name, "name": "f", "arguments": "{}"} for name in "123"]
+    results = [{"type": "function_call_output", "call_id": name, "output": f"of {name}"} for name in "123"]
+    first, second = ({"role": "developer", "content": text} for text in ("first", "second"))
+    given = [user("a"), calls[0], first, calls[1], second, calls[2], *results, user("b")]
+    asked = asked_of_responses(input=given).messages
+    assert [one["role"] for one in asked] == ["user", "assistant", "tool", "tool", "tool", "user"]
+    assert [call["id"] for call in asked[1]["tool_calls"]] == [one["tool_call_id"] for one in asked[2:5]] == [*"123"]
+    assert [one["content"] for one in asked[2:]] == ["of 1", "of 2", "of 3\n\nfirst\n\nsecond", "b"]
+
+
+def test_a_system_message_between_turns_that_call_parts_none_from_its_result():
+    other = CALL | {"id": "t2"}
+    given = [user("a"), assistant(text("so")), assistant([CALL]), system("b"), assistant([*text("and"), other])]
+    given.append(user([RESULT, RESULT | {"tool_use_id": "t2"}]))
+    asked = asked_of_messages(messages=given).messages
+    assert [one["role"] for one in asked] == ["user", "assistant", "tool", "tool"]
+    assert [call["id"] for call in asked[1]["tool_calls"]] == [one["tool_call_id"] for one in asked[2:]]
+    assert [one["content"] for one in asked[1:]] == ["so\n\nand", "20", "20\n\nb"]
+
+
 @pytest.mark.parametrize("entry", ["f", {"type": "custom", "name": "f"}, {"type": "function"}])
 def test_an_allowed_tool_that_is_no_function_is_refused_by_place(entry):
     choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}, entry]}

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from jpaged.serving.app import _error_body
 from jpaged.serving.middleware import LastWords, RequestIds, RootPath
 
 
@@ -28,10 +29,10 @@ async def never_ends(request: Request) -> Response:
     return StreamingResponse(body())
 
 
-@pytest.mark.parametrize(("path", "status"), [("/never", 503), ("/never-ends", 200)])
+@pytest.mark.parametrize(("path", "status"), [("/never", 503), ("/v1/messages", 503), ("/never-ends", 200)])
 def test_a_request_that_the_end_of_the_server_cuts_off_is_told_if_its_answer_has_not_begun(path, status):
-    routes = [Route("/never", never), Route("/never-ends", never_ends)]
-    app = Starlette(routes=routes, middleware=[Middleware(RequestIds), Middleware(LastWords)])
+    routes = [Route("/never", never), Route("/v1/messages", never), Route("/never-ends", never_ends)]
+    app = Starlette(routes=routes, middleware=[Middleware(RequestIds), Middleware(LastWords, error_body=_error_body)])
     scope = {"type": "http", "method": "GET", "path": path, "headers": [], "query_string": b""}
     sent = []
 
@@ -52,7 +53,12 @@ def test_a_request_that_the_end_of_the_server_cuts_off_is_told_if_its_answer_has
     assert sent[0]["status"] == status
     assert b"x-request-id" in dict(sent[0]["headers"])
     if status == 503:
-        assert json.loads(sent[1]["body"])["error"]["message"] == "The server is about to end."
+        told = json.loads(sent[1]["body"])
+        assert told["error"]["message"] == "The server is about to end."
+        if path == "/v1/messages":  # as Anthropic's clients expect it
+            assert (told["type"], told["error"]["type"]) == ("error", "overloaded_error")
+        else:
+            assert told.keys() == {"error"}
     else:
         assert [message.get("body") for message in sent[1:]] == [b"begun"]
 

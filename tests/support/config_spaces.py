@@ -323,6 +323,7 @@ _GRANITE: dict[str, tuple[Any, ...]] = _QWEN | {
     "logits_scaling": (..., 2, 0.5),
     "residual_multiplier": (..., 0.3, 1),
 }
+_QWEN_EXPERTS = {"total": ("num_experts",), "top": ("num_experts_per_tok",), "size": ("moe_intermediate_size",)}
 _SPLIT_EXPERTS = {"total": ("n_routed_experts",), "top": ("num_experts_per_tok",), "size": ("moe_intermediate_size",)}
 _SIGMOID: dict[str, tuple[Any, ...]] = {
     "n_shared_experts": (1, 2),
@@ -608,9 +609,7 @@ SPACES: dict[str, Space] = {
         (
             *(sizes(), rotation(), layer_kinds(default=0.7), some_dense),
             experts(
-                total=("num_experts",),
-                top=("num_experts_per_tok",),
-                size=("moe_intermediate_size",),
+                **_QWEN_EXPERTS,
                 norm_topk_prob=FLAG,
                 shared_expert_intermediate_size=(24, 40),
             ),
@@ -621,9 +620,7 @@ SPACES: dict[str, Space] = {
         (
             *(sizes(), rotation(), some_dense),
             experts(
-                total=("num_experts",),
-                top=("num_experts_per_tok",),
-                size=("moe_intermediate_size",),
+                **_QWEN_EXPERTS,
                 norm_topk_prob=FLAG,
             ),
         ),
@@ -682,9 +679,7 @@ SPACES: dict[str, Space] = {
         (
             *(sizes(dim="always"), rotation(partial=True, default_fraction=0.25), delta, some_dense),
             experts(
-                total=("num_experts",),
-                top=("num_experts_per_tok",),
-                size=("moe_intermediate_size",),
+                **_QWEN_EXPERTS,
                 norm_topk_prob=FLAG,
                 shared_expert_intermediate_size=(24, 40),
             ),
@@ -699,9 +694,7 @@ SPACES: dict[str, Space] = {
         (
             *(sizes(dim="always"), rotation(partial=True, default_fraction=0.25), delta),
             experts(
-                total=("num_experts",),
-                top=("num_experts_per_tok",),
-                size=("moe_intermediate_size",),
+                **_QWEN_EXPERTS,
                 shared_expert_intermediate_size=(24, 40),
             ),
         ),

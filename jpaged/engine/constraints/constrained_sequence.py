@@ -1,8 +1,8 @@
-"""What a grammar's rows keep of each constrained sequence, and of what it has guessed."""
+"""What a grammar's rows keep of each constrained sequence."""
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -10,24 +10,6 @@ from jpaged.engine.interface import NO_TOKEN
 
 ANY = np.array([NO_TOKEN], np.int32)
 """The mask of a row that guesses: all tokens. One that guesses again has all but those behind the first."""
-
-
-class HeldGuess(NamedTuple):
-    """What was guessed, until it is known which of it is allowed. tokens: best first. code: the `FinishCode` of the
-    first. is_full: whether each of them ends the sequence by its length.
-    """
-
-    tokens: list[int]
-    code: int
-    is_full: bool
-
-
-class AllowedGuess(NamedTuple):
-    """A guess that is allowed. ends_here: it ends the sequence, which the device does not know."""
-
-    token: int
-    code: int
-    ends_here: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -51,10 +33,3 @@ class ConstrainedSequence:
     early_ends: frozenset[int] = frozenset()
     unreported: list[int] = field(default_factory=list)
     failure: str = ""
-
-
-def places_of(stops: frozenset[int], tokens: list[int]) -> int:
-    """A bit for each of the tokens that is one of the stops."""
-    if stops.isdisjoint(tokens):
-        return 0
-    return sum(1 << i for i, token in enumerate(tokens) if token in stops)

@@ -17,21 +17,7 @@ Only what fits the sequence's last block is appended at once. For the rest, as f
 sampled (log-probabilities and penalties are by token), the mask has one bit. So a sequence's tokens do not depend on
 how they came about.
 
-**Guesses.** A row without truncation, log-probabilities or penalties may run without its mask: it samples among all
-tokens, and brings those as well that it would have sampled if the first, the second and so on had not been allowed
-(`StepResult.ranked`). A token's noise depends on its seed and position alone, so the first of them that is allowed is
-the one that the mask would have led to. The grammar is asked only which that is: that takes microseconds, where a mask
-takes up to milliseconds. Until it has said so the tokens are held back: nobody has seen them.
-
-    step i        {"name": "Ada ?,L..  sampled among all tokens; held back
-    allowed                            it is stored and reported, and ends the sequence if it was to
-    a later one                        likewise; it becomes the slot's last in place of the first
-    none                               the slot goes back by a token, with the mask for this place, or without one:
-    step i + n    {"name": "Ada L      the same position again; a second guess, which leaves out the first one's tokens
-
-A slot that lost its last token computes the token before it again, into the place where that stands already. Layers
-with recurrent states cannot go back, so models with them do not guess. `jpaged/text/guides.py` decides where a guess is
-worth it.
+Where a mask would take long, a row may run without it and guess (`held_guesses.py`).
 
 Rows that run alone are computed before their masks are known (`run_ahead.py`). Where they cannot be, more than 64 run
 in two halves: while one half's step runs, the masks of the other half are made.
@@ -46,12 +32,13 @@ from typing import cast
 import numpy as np
 
 from jpaged.engine.constraints.batch_gate import BatchGate, are_enough, gain_by_chunks, is_in_halves, most_together
-from jpaged.engine.constraints.constrained_sequence import ANY, AllowedGuess, ConstrainedSequence, HeldGuess, places_of
+from jpaged.engine.constraints.constrained_sequence import ANY, ConstrainedSequence
 from jpaged.engine.constraints.dependent_rows import Confirmed, DependentRows, Ended, Taken
 from jpaged.engine.constraints.following import Grammar, Grammars, Job, Place, Result
+from jpaged.engine.constraints.held_guesses import HeldGuesses
 from jpaged.engine.constraints.run_ahead import RunAhead
 from jpaged.engine.constraints.sent_masks import SentMasks
-from jpaged.engine.interface import NO_TOKEN, FinishCode, SamplingVariant, StepResult
+from jpaged.engine.interface import FinishCode, SamplingVariant, StepResult
 from jpaged.engine.kv.block_manager import BlockManager
 from jpaged.engine.plan_in_progress import PlanInProgress
 from jpaged.engine.sequences.group import SequenceGroup
@@ -93,8 +80,6 @@ class ConstrainedRows(DependentRows):
         self._device = SentMasks(num_slots)
         self._is_catching_up = np.zeros((num_slots,), np.bool_)  # forced tokens are being computed
         self._in_making: set[int] = set()  # slots whose last token the maker has, or whose mask it makes
-        self._held: dict[int, HeldGuess] = {}  # guesses that it checks, by slot
-        self._confirmed: dict[int, AllowedGuess] = {}  # those that are allowed, but not stored yet
         self._come: list[int] = []  # slots whose masks have come, but which are not ready yet
         self._planned = np.zeros((0,), np.int64)
         self._has_failed = False
@@ -103,6 +88,7 @@ class ConstrainedRows(DependentRows):
         self._gate = BatchGate()
         self._runs_ahead = runs_ahead and not slots.has_windows
         self._ahead = RunAhead(number, slots, blocks)
+        self._held = HeldGuesses(slots, self._device, self._ahead)
         self._has_chunks = False  # forced tokens are to be computed in the next plan
 
     def group_of(self, request: Request) -> SequenceGroup | None:
@@ -195,10 +181,9 @@ class ConstrainedRows(DependentRows):
         slot, sequence = request.slot, self._by_slot[request.slot]
         while slot in self._in_making:
             self._take_all(waits=True)
-        held = self._confirmed.pop(slot, None)
-        if held is not None and sequence is not None:
-            sequence.forced.appendleft(held.token)
-            self._slots.take_back(slot)
+        token = self._held.take_back(slot)
+        if token is not None and sequence is not None:
+            sequence.forced.appendleft(token)
 
     def left(self, request: Request) -> None:
         """A sequence has ended, or lost its slot: what it needs to go on in another is kept."""
@@ -229,19 +214,7 @@ class ConstrainedRows(DependentRows):
         """Takes in what has come from the maker. Returns the guesses that are allowed."""
         self._has_taken = False
         self._take_all()
-        if not self._confirmed:
-            return None
-        confirmed, self._confirmed = self._confirmed, {}
-        before: dict[int, list[int]] = {}
-        for slot in confirmed:
-            sequence = self._by_slot[slot]
-            if sequence is not None and sequence.unreported:
-                before[slot], sequence.unreported = sequence.unreported, []
-        tokens, codes, ends_here = zip(*confirmed.values(), strict=True)
-        ended = [slot for slot, ends in zip(confirmed, ends_here, strict=True) if ends] if any(ends_here) else []
-        return Confirmed(
-            np.array(list(confirmed), np.int64), np.array(tokens, np.int32), np.array(codes, np.uint8), before, ended
-        )
+        return self._held.collect(self._by_slot)
 
     def settle(self) -> None:
         """Waits until no guess is to be checked. What was computed ahead is not counted on."""
@@ -372,7 +345,9 @@ class ConstrainedRows(DependentRows):
             else:
                 asked.append(i)
         tokens = (result.token_ids if result.ranked is None else result.ranked)[rows]
-        last = self._hold(own, codes, tokens, guessed) + [0] * len(asked)
+        last = self._held.hold(
+            [own[i] for i in guessed], [by_slot[own[i]] for i in guessed], tokens[guessed], [codes[i] for i in guessed]
+        )
         told = np.ones((len(rows),), np.bool_)
         told[guessed] = False
         if guessed or asked:
@@ -384,21 +359,9 @@ class ConstrainedRows(DependentRows):
             asked_slots = [own[i] for i in asked]
             self._in_making.update(asked_slots)
             guides = [by_slot[slot].guide for slot in asked_slots]
+            last += [0] * (len(asked) - len(guessed))
             self._maker.put(Job(asked_slots, guides, tokens[asked], are_guessed, last, masks))
         return Taken(rows[told], [], before, len(guessed), stopped)
-
-    def _hold(self, own: list[int], codes: list[int], tokens: np.ndarray, guessed: list[int]) -> list[int]:
-        """Holds back what these rows have guessed. Returns `Job.last` of each. own, codes, tokens: of all rows."""
-        listed = tokens[guessed].tolist()
-        lengths = (self._slots.num_known[[own[i] for i in guessed]] + 1).tolist() if guessed else []
-        last = []
-        for i, of_row, length in zip(guessed, listed, lengths, strict=True):
-            sequence = self._by_slot[own[i]]
-            assert sequence is not None
-            is_full = length >= sequence.max_len
-            self._held[own[i]] = HeldGuess(of_row, codes[i], is_full)
-            last.append(-1 if is_full else places_of(sequence.stops, of_row))
-        return last
 
     def failed(self) -> list[tuple[Ended, list[int]]]:
         """Sequences whose grammars could not be followed further, since the last call."""
@@ -416,7 +379,7 @@ class ConstrainedRows(DependentRows):
     @property
     def has_news(self) -> bool:
         """Whether `collect`, `prepare` or `may_queue` would find something."""
-        is_held = bool(self._confirmed) or (bool(self._come) and not self._keeps_back)
+        is_held = self._held.has_allowed or (bool(self._come) and not self._keeps_back)
         return self._has_taken or is_held or self._maker.has_news
 
     @property
@@ -426,7 +389,7 @@ class ConstrainedRows(DependentRows):
 
     def wait(self) -> bool:
         """Waits a moment for masks and grammars in the making: to plan takes longer than what most of them do."""
-        if (self._come and not self._keeps_back) or self._has_failed or self._confirmed:
+        if (self._come and not self._keeps_back) or self._has_failed or self._held.has_allowed:
             return True
         if not self._in_making and not self._compiling:
             return False
@@ -463,45 +426,19 @@ class ConstrainedRows(DependentRows):
 
     def _take_place(self, slot: int, place: Place) -> None:
         """Takes in where a slot's guide stands. Its mask may be in the making yet."""
-        held, sequence = self._held.pop(slot, None), self._by_slot[slot]
+        sequence = self._by_slot[slot]
         assert sequence is not None  # who leaves a slot waits for what is in the making
+        refused = self._held.answered(slot, sequence, place)
         if place.failure:
-            if held is not None:
-                self._slots.take_back(slot)
             self._in_making.discard(slot)
             self._fail(sequence, place.failure)
             return
-        if held is None:
+        if refused is None:
             sequence.forced.extend(place.forced)
-        elif place.is_refused:
-            self._slots.take_back(slot)
-            self._device.refused.add(slot)
-            self._ahead.changed(slot)
-        else:
-            if place.forced:
-                sequence.forced.extend(place.forced)
-            self._confirmed[slot] = self._confirm(slot, sequence, held, place.num_refused)
         if not place.needs_mask:
-            if held is None or not place.is_refused:
-                sequence.mask = ANY
-            else:
-                refused = [token for token in held.tokens if token != NO_TOKEN]
-                sequence.mask = np.append(sequence.mask, np.array(refused, np.int32))
+            sequence.mask = ANY if refused is None else np.append(sequence.mask, np.array(refused, np.int32))
             self._in_making.discard(slot)
             self._come.append(slot)
-
-    def _confirm(self, slot: int, sequence: ConstrainedSequence, held: HeldGuess, num_refused: int) -> AllowedGuess:
-        """The token that counts. What the device knows of the slot's end is of the first one."""
-        token = held.tokens[num_refused]
-        if not num_refused:
-            return AllowedGuess(token, held.code, False)
-        if token in sequence.stops:
-            return AllowedGuess(token, FinishCode.STOP, held.code == FinishCode.RUNNING)
-        if held.is_full:
-            return AllowedGuess(token, FinishCode.LENGTH, False)
-        self._device.replaced.add(slot)
-        self._ahead.changed(slot)
-        return AllowedGuess(token, FinishCode.RUNNING, False)
 
     def _append_forced(self, slot: int, sequence: ConstrainedSequence, request: Request) -> bool:
         """Appends what is forced and fits the slot's last block. The sequence's last token is always sampled, so that

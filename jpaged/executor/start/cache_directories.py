@@ -43,6 +43,12 @@ def cache_directory(name: str) -> Path | None:
     return directory
 
 
+def cache_directories() -> list[Path]:
+    """All directories of compiled programs that are kept between runs."""
+    found = (cache_directory(name) for name in ("programs", "xla"))
+    return [directory for directory in found if directory is not None]
+
+
 def is_own(found: os.stat_result) -> bool:
     """Whether a file or directory is this user's or root's, and no other user may write it."""
     return found.st_uid in (os.geteuid(), 0) and not found.st_mode & _OTHERS_WRITE

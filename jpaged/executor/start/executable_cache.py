@@ -29,6 +29,7 @@ import jaxlib
 from jax.experimental import serialize_executable
 
 from jpaged.executor.start.cache_directories import is_own
+from jpaged.executor.start.cache_limit import note_use
 from jpaged.executor.start.jax_settings import settings_of_programs
 from jpaged.host.cores import cpu_features
 from jpaged.pallas_kernels import registry
@@ -124,6 +125,7 @@ class ExecutableCache:
             with path.open("rb") as file:
                 if not is_own(os.fstat(file.fileno())):
                     return None
+                note_use(path)
                 program, in_tree, out_tree = pickle.loads(file.read())
             return serialize_executable.deserialize_and_load(program, in_tree, out_tree, execution_devices=devices)
         except FileNotFoundError:

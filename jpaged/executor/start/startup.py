@@ -21,7 +21,8 @@ from jpaged.executor.cache.virtual.layout import VirtualCache
 from jpaged.executor.cache.virtual.memory import VirtualMemory
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.mesh import DeviceMesh, fewest_anywhere, pick_devices
-from jpaged.executor.start.cache_directories import cache_directory, enable_persistent_cache
+from jpaged.executor.start.cache_directories import cache_directories, cache_directory, enable_persistent_cache
+from jpaged.executor.start.cache_limit import cache_limit_bytes, remove_least_used
 from jpaged.executor.start.compilation import Compiler
 from jpaged.executor.start.compile_processes import (
     LEAST_SHARED,
@@ -81,7 +82,7 @@ def start(args: EngineArgs, directory: Path, weights: Any = None) -> Startup:
         CheckpointError, UnsupportedModelError: the model cannot be loaded.
         OutOfMemoryError: it does not fit, or max_model_len does not.
         InvalidParameterError: max_model_len exceeds the model's context; there is no such kernel_backend, or it cannot
-            run here.
+            run here; an environment variable has no such value.
     """
     args = with_known_backend(args)
     seconds: dict[str, float] = {}
@@ -92,12 +93,15 @@ def start(args: EngineArgs, directory: Path, weights: Any = None) -> Startup:
         )
     reserve_device_memory(args.gpu_memory_utilization, at_once=args.kv_cache_layout == "paged")
     enable_persistent_cache()
+    cache_limit = cache_limit_bytes(os.environ)
     with _timed(seconds, "open devices"):
         mesh = DeviceMesh(pick_devices(args.tensor_parallel_size))
     _check_backend(args.kernel_backend)
     with without_collections(), mesh.as_default(), KeptInterrupt() as interrupt:
         startup = _start_on(mesh, args, directory, weights, seconds, progress, interrupt)
         set_objects_apart()
+        if set(startup.origins) - {"kept"}:  # a warm start leaves the directories as they were
+            remove_least_used(cache_directories(), cache_limit)
         return startup
 
 

@@ -37,6 +37,7 @@ class BambaFamily:
     derived_tensors = r"rotary_emb\.inv_freq$"
 
     def read_config(self, read: ConfigReader) -> BambaConfig:
+        read = read.with_defaults(num_key_value_heads=8)
         fields = decoder_fields(read, default_length=262144, default_eps=1e-5, rope={"rotated_fraction": 0.5})
         layers = fields["num_layers"]
         indices = read.config.get("attn_layer_indices") or []

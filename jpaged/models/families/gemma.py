@@ -129,10 +129,12 @@ def _read_gemma(read: ConfigReader) -> GemmaConfig:
     """The first checkpoints say "gelu" and mean the approximation by tanh."""
     if read.config.get("hidden_act") == "gelu":
         read = read.with_entries(hidden_act="gelu_pytorch_tanh")
+    read = read.with_defaults(num_key_value_heads=16)
     return GemmaConfig(**_fields(read, "hidden_act", default_length=8192))
 
 
 def _read_gemma2(read: ConfigReader) -> GemmaConfig:
+    read = read.with_defaults(num_key_value_heads=4)
     fields = _fields(read, default_length=8192) | {"attention_scale": read.number("query_pre_attn_scalar", 256) ** -0.5}
     kinds = read.kinds_of_layers(fields["num_layers"], every=2)
     return GemmaConfig(

@@ -37,6 +37,7 @@ class GlmFamily:
 
     def read_config(self, read: ConfigReader) -> GlmConfig:
         rope = {"rotated_fraction": 0.5, "interleaved": True}
+        read = read.with_defaults(num_key_value_heads=2)
         fields = decoder_fields(read, default_length=131072, head_dim=128, default_eps=1.5625e-7, rope=rope)
         return GlmConfig(**fields, qkv_bias=read.flag("attention_bias", True), norms_after=self.norms_after)
 

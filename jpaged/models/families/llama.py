@@ -182,6 +182,7 @@ def _read_llama(read: ConfigReader) -> LlamaConfig:
 
 def _read_mistral(read: ConfigReader) -> LlamaConfig:
     """Every layer has the window, whatever layer_types says, as in transformers."""
+    read = read.with_defaults(num_key_value_heads=8)
     fields = _fields(read, default_length=131072)
     window = read.optional_positive("sliding_window", 4096)
     return LlamaConfig(**fields, layer_windows=(window,) * fields["num_layers"])
@@ -189,6 +190,7 @@ def _read_mistral(read: ConfigReader) -> LlamaConfig:
 
 def _read_ministral(read: ConfigReader) -> LlamaConfig:
     """Mistral with layers of either kind."""
+    read = read.with_defaults(num_key_value_heads=8)
     fields = _fields(read, default_length=131072)
     num_layers = fields["num_layers"]
     kinds = read.layer_kinds(num_layers) or ("sliding_attention",) * num_layers
@@ -196,11 +198,13 @@ def _read_ministral(read: ConfigReader) -> LlamaConfig:
 
 
 def _read_qwen2(read: ConfigReader) -> LlamaConfig:
+    read = read.with_defaults(num_key_value_heads=32)
     fields = _fields(read, default_length=32768)
     return LlamaConfig(**fields, qkv_bias=True, layer_windows=_qwen_windows(read, fields["num_layers"]))
 
 
 def _read_qwen3(read: ConfigReader) -> LlamaConfig:
+    read = read.with_defaults(num_key_value_heads=32)
     fields = _fields(read, default_length=32768, default_head_dim=128)
     bias = read.flag("attention_bias", False)
     windows = _qwen_windows(read, fields["num_layers"])
@@ -209,6 +213,7 @@ def _read_qwen3(read: ConfigReader) -> LlamaConfig:
 
 def _read_seed_oss(read: ConfigReader) -> LlamaConfig:
     """ByteDance 2025."""
+    read = read.with_defaults(num_key_value_heads=8)
     return LlamaConfig(
         **_fields(read, default_length=524288, default_head_dim=128),
         qkv_bias=read.flag("attention_bias", True),
@@ -219,6 +224,7 @@ def _read_seed_oss(read: ConfigReader) -> LlamaConfig:
 
 def _read_ernie(read: ConfigReader) -> LlamaConfig:
     """Baidu 2025: neighbouring columns are rotated together."""
+    read = read.with_defaults(num_key_value_heads=2)
     sizes: dict[str, Any] = {"default_length": 131072, "default_head_dim": 128, "default_eps": 1e-5, "tied": True}
     bias = read.flag("use_bias", False)
     fields = _fields(read, **sizes, interleaved=True, theta=500000.0)

@@ -46,10 +46,13 @@ class QwenHybridConfig(DecoderConfig, SparseConfig):
 
 @dataclass(frozen=True)
 class QwenHybridFamily:
-    """One of the architectures. text: that of the text part, of a multimodal checkpoint."""
+    """One of the architectures. text: that of the text part, of a multimodal checkpoint. kv_heads: how many layers have
+    where config.json leaves it out.
+    """
 
     model_type: str
     text: str
+    kv_heads: int = 2
     joined: bool = False
     has_experts: bool = True
     # Layers that predict further tokens, and the vision tower.
@@ -72,6 +75,7 @@ class QwenHybridFamily:
             read = ConfigReader(self.text, {**part.config, _FUSED: fused}, part.max_model_len)
             read.refuse(("model_type", f"{self.model_type}_text"))
         read.refuse(("hidden_act", "silu"), ("attn_output_gate", True), ("use_sliding_window", False))
+        read = read.with_defaults(num_key_value_heads=self.kv_heads)
         num_layers, num_heads = read.integer("num_hidden_layers"), read.integer("num_attention_heads")
         dim, length = read.head_dim("head_dim", 256), read.integer("max_position_embeddings", 32768)
         options: dict[str, Any] = {"rotated_fraction": 0.25, "max_model_len": read.max_model_len}
@@ -228,5 +232,5 @@ def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 QWEN3_NEXT = QwenHybridFamily("qwen3_next", "Qwen3NextForCausalLM", joined=True)
-QWEN35 = QwenHybridFamily("qwen3_5", "Qwen3_5ForCausalLM", has_experts=False)
+QWEN35 = QwenHybridFamily("qwen3_5", "Qwen3_5ForCausalLM", kv_heads=4, has_experts=False)
 QWEN35_MOE = QwenHybridFamily("qwen3_5_moe", "Qwen3_5MoeForCausalLM")

@@ -33,6 +33,7 @@ class SmolLM3Family:
     derived_tensors = r"rotary_emb\.inv_freq$"
 
     def read_config(self, read: ConfigReader) -> SmolLM3Config:
+        read = read.with_defaults(num_key_value_heads=4)
         fields = decoder_fields(read, default_length=32768, tied=True, rope={"theta": 2e6})
         num_layers = fields["num_layers"]
         every = read.integer("no_rope_layer_interval", 4)

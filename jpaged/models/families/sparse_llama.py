@@ -88,6 +88,7 @@ class SparseLlamaFamily:
 
 def _read_mixtral(read: ConfigReader) -> SparseLlamaConfig:
     """Jiang et al. 2024, arXiv:2401.04088: experts of the full inner width in every layer."""
+    read = read.with_defaults(num_key_value_heads=8)
     fields = _fields(
         read,
         num_experts=read.integer("num_local_experts", 8),
@@ -108,6 +109,7 @@ def _read_mixtral(read: ConfigReader) -> SparseLlamaConfig:
 
 def _read_qwen3_moe(read: ConfigReader) -> SparseLlamaConfig:
     """A window is one of all layers, as in transformers."""
+    read = read.with_defaults(num_key_value_heads=4)
     # transformers 5 writes "num_local_experts" where the published files have "num_experts".
     num_experts = read.integer("num_experts", read.integer("num_local_experts", 128))
     fields = _qwen_fields(read, num_experts, per_token=8, expert_size=768)
@@ -118,6 +120,7 @@ def _read_qwen3_moe(read: ConfigReader) -> SparseLlamaConfig:
 
 
 def _read_qwen2_moe(read: ConfigReader) -> SparseLlamaConfig:
+    read = read.with_defaults(num_key_value_heads=16)
     num_experts = read.integer("num_experts", read.integer("num_local_experts", 60))
     fields = _qwen_fields(read, num_experts, per_token=4, expert_size=1408)
     num_layers = fields["num_layers"]
@@ -157,6 +160,7 @@ def _qwen_fields(read: ConfigReader, num_experts: int, *, per_token: int, expert
 
 def _read_dots1(read: ConfigReader) -> SparseLlamaConfig:
     """Huo et al. 2025, arXiv:2506.05767: DeepSeek-V3's router and shared experts, and ordinary attention."""
+    read = read.with_defaults(num_key_value_heads=32)
     routing = sigmoid_routing(read)
     num_experts = read.integer("n_routed_experts")
     fields = _fields(read, num_experts=num_experts, routing=routing, default_length=2048)
@@ -179,6 +183,7 @@ def _read_dots1(read: ConfigReader) -> SparseLlamaConfig:
 
 def _read_glm4_moe(read: ConfigReader) -> SparseLlamaConfig:
     """GLM-4.5 Team 2025, arXiv:2508.06471: as dots.llm1, but half of each head is rotated."""
+    read = read.with_defaults(num_key_value_heads=8)
     routing = sigmoid_routing(read, per_token=8, renormalized=True)
     num_experts = read.integer("n_routed_experts", 128)
     fields = _fields(

@@ -35,6 +35,7 @@ class StableLMFamily:
     derived_tensors = r"rotary_emb\.inv_freq$"
 
     def read_config(self, read: ConfigReader) -> StableLMConfig:
+        read = read.with_defaults(num_key_value_heads=32)
         fields = decoder_fields(
             read,
             default_length=4096,

@@ -32,6 +32,7 @@ class Starcoder2Family:
     derived_tensors = r"rotary_emb\.inv_freq$"
 
     def read_config(self, read: ConfigReader) -> Starcoder2Config:
+        read = read.with_defaults(num_key_value_heads=2)
         fields = decoder_fields(
             read,
             default_length=4096,

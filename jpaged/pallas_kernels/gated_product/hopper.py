@@ -27,6 +27,7 @@ A row's sums are added in one order whatever the tiling, so its bits do not depe
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -34,15 +35,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jpaged.pallas_kernels.devices import num_multiprocessors
 from jpaged.pallas_kernels.gated_product import hopper_interpreted, hopper_primitives
-from jpaged.pallas_kernels.gated_product.hopper_cta import RANK, DenseCta, Stages
+from jpaged.pallas_kernels.gated_product.hopper_cta import DenseCta, DenseShape, Stages, cta_kernel
 from jpaged.pallas_kernels.gated_product.hopper_primitives import STORED
 from jpaged.pallas_kernels.gated_product.hopper_tiling import DEPTH, LEAST_ROWS, ROWS, Tiling, pick_tiling
-
-_GROUP_BYTES = 16 << 20  # of x, to stay in the L2 cache while all of w passes by
 
 
 def unsupported(x: jax.Array, w: jax.Array) -> str | None:
@@ -88,35 +86,24 @@ def gated_product(
     else:  # a strip's end may lie past it
         bias = jnp.pad(bias.astype(jnp.float32), ((0, 0), (0, s.padded[1] - columns)))
     gpu = hopper_primitives if interpret is None else hopper_interpreted
-    kernel = plgpu.kernel(
+    kernel = cta_kernel(
         functools.partial(_kernel, s, gpu),
-        out_type=jax.ShapeDtypeStruct(gpu.stored_shape((rows, columns), s.padded), x.dtype),
-        scratch_types=Stages.of(tiling, x.dtype, (2, tiling.blocks)),
-        grid=(s.clusters,),
-        grid_names=("cta",),
-        cluster=(math.prod(tiling.cluster),),
-        cluster_names=(RANK,),
-        num_threads=tiling.consumers + 1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-        kernel_name="gated_product",
+        jax.ShapeDtypeStruct(gpu.stored_shape((rows, columns), s.padded), x.dtype),
+        tiling,
+        name="gated_product",
+        dtype=x.dtype,
+        pieces=(2, tiling.blocks),
+        clusters=s.clusters,
+        cluster_size=math.prod(tiling.cluster),
         interpret=interpret,
     )
     return kernel(x, w, bias)[:rows, :columns]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Shape:
+class _Shape(DenseShape):
     """What the kernel is specialised for."""
 
-    tiling: Tiling
-    rows: int
-    depth: int
-    columns: int
-    row_tiles: int  # those of a cluster counted as one, and so of strips of columns
-    strips: int
-    clusters: int
-    dtype: jnp.dtype
     activation: str
     biased: bool
 
@@ -125,15 +112,6 @@ class _Shape:
         """Rows and columns of all tiles."""
         down, across = self.tiling.cluster
         return self.row_tiles * down * self.tiling.rows, self.strips * across * self.tiling.columns
-
-    @property
-    def steps(self) -> int:
-        return -(-self.depth // DEPTH)
-
-    @property
-    def group(self) -> int:
-        """Row tiles, as they are counted here, whose x stays in the L2 cache."""
-        return max(1, _GROUP_BYTES // (self.tiling.rows * self.tiling.cluster[0] * self.depth * 2))
 
 
 def _shape(
@@ -156,63 +134,32 @@ class _Arguments(NamedTuple):
 
 def _kernel(s: _Shape, gpu: ModuleType, *refs: Any) -> None:
     gmem, smem = _Arguments(*refs[: len(_Arguments._fields)]), Stages(*refs[len(_Arguments._fields) :])
-    cluster, rank, wg = lax.axis_index("cta"), lax.axis_index(RANK), lax.axis_index("wg")
-    turns = lax.div(s.row_tiles * s.strips - 1 - cluster, s.clusters) + 1
-    DenseCta(s, gmem, smem, gpu, cluster, rank, wg, turns).work(_load, _consume)
+    DenseCta.here(s, gmem, smem, gpu).work(_load, _consume)
 
 
 def _load(c: DenseCta) -> None:
     """Brings the operands of all tiles into shared memory."""
-    s, t, gmem, smem = c.shape, c.shape.tiling, c.gmem, c.smem
+    blocks = range(c.shape.tiling.blocks)
 
-    def load(what: str, source: Any, target: Any, full: Any) -> None:
-        # A copy that both CTAs of a cluster ask for is made by halves, each of which goes to both.
-        plgpu.copy_gmem_to_smem(source, target, full, collective_axes=RANK if t.shared == what else None)
+    def parts_of_w(depth: Any, column: jax.Array) -> Iterator[tuple[tuple[int, int], Any]]:
+        for half in range(2):
+            for block in blocks:
+                yield (half, block), c.gmem.w.at[depth, half, pl.ds(column + block * DEPTH, DEPTH)]
 
-    def load_tile(turn: jax.Array, step: jax.Array) -> jax.Array:
-        row, column = c.tile(turn)
-
-        def load_step(k: jax.Array, step: jax.Array) -> jax.Array:
-            slot = c.slot(step)
-            pl.when(step >= t.stages)(lambda: plgpu.barrier_wait(smem.free.at[slot]))
-            depth = pl.ds(k * DEPTH, DEPTH)
-            full = smem.full.at[slot]
-            load("x", gmem.x.at[pl.ds(row, t.rows), depth], smem.x.at[slot], full)
-            for half in range(2):
-                for block in range(t.blocks):
-                    part = gmem.w.at[depth, half, pl.ds(column + block * DEPTH, DEPTH)]
-                    load("w", part, smem.w.at[slot, half, block], full)
-            return step + 1
-
-        return lax.fori_loop(0, s.steps, load_step, step)
-
-    c.await_releases(lax.fori_loop(0, c.turns, load_tile, jnp.int32(0)))
+    c.load_tiles(parts_of_w)
 
 
 def _consume(c: DenseCta) -> None:
     """A consumer warpgroup."""
-    s, t, smem = c.shape, c.shape.tiling, c.smem
-    c.gpu.set_registers(t.registers[0], "increase")
+    columns = c.shape.tiling.columns
 
-    def consume_tile(turn: jax.Array, step: jax.Array) -> jax.Array:
-        row, column = c.tile(turn)
-
-        def next_step(_: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-            step, sums = carry
-            sums = c.add(step, sums)
-            c.gpu.await_products_before()
-            plgpu.barrier_arrive(smem.free.at[c.slot(step - 1)])
-            return step + 1, sums
-
-        step, sums = lax.fori_loop(1, s.steps, next_step, (step + 1, c.add(step, c.gpu.zeros(t.columns))))
-        gate, up = c.gpu.await_products(*sums)
-        plgpu.barrier_arrive(smem.free.at[c.slot(step - 1)])
-        for first in range(0, t.columns, STORED):
-            part = slice(first, min(first + STORED, t.columns))
+    def store(sums: tuple[jax.Array, jax.Array], row: jax.Array, column: jax.Array) -> None:
+        gate, up = sums
+        for first in range(0, columns, STORED):
+            part = slice(first, min(first + STORED, columns))
             _finish(c, gate[:, part], up[:, part], row + c.wg * ROWS, column + first)
-        return step
 
-    lax.fori_loop(0, c.turns, consume_tile, jnp.int32(0))
+    c.consume_tiles(c.add, lambda sums: c.gpu.await_products(*sums), store)
 
 
 def _finish(c: DenseCta, gate: jax.Array, up: jax.Array, row: jax.Array, column: jax.Array) -> None:

@@ -32,7 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jpaged.pallas_kernels.devices import num_multiprocessors
 from jpaged.pallas_kernels.gated_product.hopper import activated
-from jpaged.pallas_kernels.gated_product.hopper_cta import RANK, Cta, Stages
+from jpaged.pallas_kernels.gated_product.hopper_cta import RANK, Cta, Stages, cta_kernel
 from jpaged.pallas_kernels.gated_product.hopper_primitives import STORED
 from jpaged.pallas_kernels.gated_product.hopper_tiling import DEPTH, ROWS
 from jpaged.pallas_kernels.grouped_product import hopper_interpreted, hopper_primitives, tiles
@@ -113,18 +113,15 @@ def _product(
     )
     gpu = hopper_primitives if interpret is None else hopper_interpreted
     width = columns if activation is not None else 2 * columns
-    kernel = plgpu.kernel(
+    kernel = cta_kernel(
         functools.partial(_kernel, s, gpu),
-        out_type=jax.ShapeDtypeStruct((rows, width), x.dtype),
-        scratch_types=Stages.of(tiling, x.dtype, (2, tiling.blocks)),
-        grid=(s.clusters,),
-        grid_names=("cta",),
-        cluster=(tiling.cluster,),
-        cluster_names=(RANK,),
-        num_threads=tiling.consumers + 1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-        kernel_name="weighted_grouped_product" if activation is None else "gated_grouped_product",
+        jax.ShapeDtypeStruct((rows, width), x.dtype),
+        tiling,
+        name="weighted_grouped_product" if activation is None else "gated_grouped_product",
+        dtype=x.dtype,
+        pieces=(2, tiling.blocks),
+        clusters=s.clusters,
+        cluster_size=tiling.cluster,
         interpret=interpret,
     )
     return kernel(x, w, weights, listed, ends)

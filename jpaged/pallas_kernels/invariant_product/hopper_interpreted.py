@@ -7,21 +7,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jpaged.pallas_kernels.common.hopper_interpreted import in_warps, set_registers
-from jpaged.pallas_kernels.gated_product.hopper_interpreted import await_products_before
+from jpaged.pallas_kernels.common.hopper_interpreted import in_warps, set_registers  # noqa: F401  (kernels call them through this module)
+from jpaged.pallas_kernels.gated_product.hopper_interpreted import await_products_before  # noqa: F401
 from jpaged.pallas_kernels.gated_product.hopper_tiling import DEPTH, ROWS
 from jpaged.pallas_kernels.grouped_product.hopper_interpreted import store_tile
-
-__all__ = [
-    "add_product",
-    "await_product",
-    "await_products_before",
-    "in_warps",
-    "set_registers",
-    "store_tile",
-    "store_wide",
-    "zeros",
-]
 
 store_wide = store_tile
 

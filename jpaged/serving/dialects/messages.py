@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from jpaged.api.outputs import RequestOutput
-from jpaged.serving.dialects.conversations import PARAGRAPH, without_late_systems
+from jpaged.serving.dialects.conversations import as_one_turn, without_late_systems
 from jpaged.serving.dialects.items import Item, ItemsAnswer, named_event, renamed
 from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import ChatCompletionRequest, Integer, ModelCard
@@ -132,13 +132,8 @@ def _merged(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for one in messages:
         if not made or one["role"] != made[-1]["role"] or one["role"] == "tool":
             made.append(dict(one))
-            continue
-        last = made[-1]
-        last["content"] = PARAGRAPH.join(text for text in (last["content"], one["content"]) if text)
-        if "reasoning_content" in one:
-            last["reasoning_content"] = last.get("reasoning_content", "") + one["reasoning_content"]
-        if "tool_calls" in one:
-            last["tool_calls"] = [*last.get("tool_calls", ()), *one["tool_calls"]]
+        else:
+            made[-1] = as_one_turn(made[-1], one)
     return made
 
 
