@@ -331,7 +331,7 @@ class ChatAnswer(Answer):
         if delta.calls:
             message.content = delta.content or None
             message.tool_calls = [
-                ToolCall(CalledFunction(news.arguments, news.name or ""), reading.call_id(), "function")
+                ToolCall(CalledFunction(news.arguments, news.name or ""), news.id or reading.call_id(), "function")
                 for news in delta.calls
             ]
         if delta.reasoning and reading.shows_reasoning:
@@ -386,7 +386,7 @@ def finish_reason_of(parser: TurnParser, completion: CompletionOutput) -> str | 
 def _call_delta(reading: Reading, call: CallDelta) -> ToolCall:
     if call.name is None:
         return ToolCall(CalledFunction(call.arguments), index=call.index)
-    return ToolCall(CalledFunction(call.arguments, call.name), reading.call_id(), "function", call.index)
+    return ToolCall(CalledFunction(call.arguments, call.name), call.id or reading.call_id(), "function", call.index)
 
 
 def answer_to(request: CompletionRequest | ChatCompletionRequest, context: AnswerContext) -> Answer:
