@@ -20,6 +20,7 @@ from jpaged.serving.constraints import Constraint, constraint_of
 from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import ChatCompletionRequest, TokenizeRequest
 from jpaged.text.grammars import grammar_expression
+from jpaged.text.rendering import takes_variable
 from jpaged.text.tokenizer import Tokenizer, check_messages
 from jpaged.text.turns.arguments import JSON
 from jpaged.text.turns.declarations import ReasoningFormat, Tool, ToolFormat
@@ -167,6 +168,14 @@ def turn_of(
     if isinstance(request, ChatCompletionRequest):
         choice, callable_tools = _choice(request, tools)
         variables = _effort(request, template)
+        if request.documents:
+            if "documents" not in template:
+                raise ApiError(
+                    400,
+                    "documents has no effect: the model's chat template has no such variable. Put them in a message.",
+                    param="documents",
+                )
+            variables["documents"] = request.documents
         budget, parallel = _budget(request), request.parallel_tool_calls is not False
     reasoning = None
     if reasoning_parser is not None:
@@ -192,7 +201,9 @@ def turn_of(
     shown = given if may_call else []
     tells = bool(shown) or any(message.get("role") == "tool" or "tool_calls" in message for message in messages)
     template_tools: list[dict[str, Any]] | None = None
-    if form is GENERIC and tells and "tools" not in template:
+    # A given template is searched for the word alone: to parse it may take long.
+    knows_tools = "tools" in template and (request.chat_template is not None or takes_variable(template, "tools"))
+    if form is GENERIC and tells and not knows_tools:
         messages = without_tools(check_messages(messages), shown)
     else:
         template_tools = shown or None
