@@ -70,11 +70,11 @@ class Turn:
         form = self.reasoning
         if form is None:
             return "over"
-        if form.channels:
-            return "free"
         end = prompt.rstrip()
         if end.endswith(form.opening):
             return "open"
+        if form.channels:
+            return "free"
         return "over" if end.endswith(form.closing) else "free"
 
     def constraint(self, request: ChatCompletionRequest, reasons: Reasons, tokenizer: Tokenizer) -> Constraint | None:

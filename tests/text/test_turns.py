@@ -70,6 +70,8 @@ def loaded(special):
         ]
         pieces += ["<|python_end|>", "[THINK]", "[/THINK]", "｜DSML｜", "<seed:tool_call>", "</seed:tool_call>"]
         pieces += ["<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"]
+        pieces += ["<|START_ACTION|>", "<|END_ACTION|>", "<|START_THINKING|>", "<|END_THINKING|>"]
+        pieces += ["<|START_RESPONSE|>", "<|END_RESPONSE|>"]
         pieces += ["<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_call|>", "<minimax:tool_call>"]
         tokenizer.hf.add_special_tokens(
             {"additional_special_tokens": [AddedToken(piece, special=True, normalized=False) for piece in pieces[4:]]},
@@ -406,6 +408,33 @@ def test_a_call_of_deepseek_v3_2_is_read_as_its_encoder_writes_it(model):
     assert values(read(parser_of(form), list(as_text))[2])[0][1]["note"] == "null"
 
 
+@pytest.mark.parametrize("calls", ["auto", "required"])
+def test_the_turns_of_cohere_are_thinking_and_an_action_or_a_response(calls, model):
+    template = "<|START_THINKING|>{{ plan }}<|END_THINKING|><|START_ACTION|>[]<|END_ACTION|><|START_RESPONSE|>"
+    form, think = format_of(template, TOOL_FORMATS), format_of(template, REASONING_FORMATS)
+    assert (form, think) == (FORMATS["cohere"], REASONING["cohere"])
+    rules = TurnRules(tools=TOOLS, tool_format=form, calls=calls, reasoning=think, reasons="free")
+    action = (
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get", "parameters": {}},\n'
+        '    {"tool_call_id": "1", "tool_name": "get", "parameters": {}}\n]<|END_ACTION|>'
+    )
+    for before, said in (("", ""), ("<|START_THINKING|>I look.<|END_THINKING|>", "I look.")):
+        assert accepts(model, rules, before + action)
+        assert read(parser_of(form, think, "free"), list(before + action)) == (said, "", [["get", "{}"]] * 2)
+    answer = "<|START_RESPONSE|>Noon.<|END_RESPONSE|>"
+    assert accepts(model, rules, answer) is (calls == "auto")
+    assert read(parser_of(form, think, "free"), list(answer)) == ("", "Noon.", [])
+    assert accepts(model, TurnRules(reasoning=think, reasons="free"), answer)
+
+
+def test_kimi_k2_calls_right_behind_its_reasoning(with_tokens):
+    template = "<|im_system|>tool_declare<|im_middle|><think>{{rc}}</think>"
+    form, think = format_of(template, TOOL_FORMATS), format_of(template, REASONING_FORMATS)
+    assert (form, think) == (FORMATS["kimi_k2"], REASONING["kimi_k2"])
+    rules = TurnRules(tools=TOOLS, tool_format=form, calls="required", reasoning=think, reasons="free")
+    assert accepts(with_tokens, rules, "<think>hm</think>" + form.render(CALLS[:1]))
+
+
 def test_a_seed_oss_call_is_read_as_its_template_shows_it(model):
     form = FORMATS["seed_oss"]
     text = (
@@ -489,6 +518,7 @@ TEMPLATES = [
     ("harmony", "<|start|>assistant<|channel|> <|call|>"),
     ("kimi_k2", "<|im_system|>tool_declare<|im_middle|>{{- tools | tojson -}}"),
     ("deepseek_v32", '{%- set dsml_token = "｜DSML｜" -%}<{{ dsml_token }}function_calls>'),
+    ("cohere", "<|START_ACTION|>[ {% for tc in message.tool_calls %}"),
     ("seed_oss", "<seed:tool_call>\n<function=example>\n<parameter=example_1>value_1</parameter>"),
     ("minimax_m2", "{%- set toolcall_begin_token = '<minimax:tool_call>' -%}"),
     ("granite", "respond with <|tool_call|> followed by a JSON list of tools used."),

@@ -127,6 +127,18 @@ LLAMA3_JSON = ToolFormat(  # Llama 3.1 to 3.3, and 4 with a chat template that a
     at_start=True,
     in_template=('{"name": function name, "parameters": dictionary',),
 )
+COHERE = ToolFormat(  # Command R7B and A
+    name="cohere",
+    opening=("<|START_ACTION|>", "["),
+    call=(
+        *('\n    {"tool_call_id": "', NUMBER, '", "tool_name": "', NAME, '", "parameters": '),
+        *(ARGUMENTS, "}"),
+    ),
+    arguments=JSON,
+    between=",",
+    closing="\n]<|END_ACTION|>",
+    in_template=("<|START_ACTION|>",),
+)
 GRANITE = ToolFormat(  # Granite 3; Granite 4 writes as Hermes
     name="granite",
     opening=("<|tool_call|>", Maybe(" "), "["),
@@ -206,7 +218,7 @@ GENERIC = ToolFormat(  # for templates that know no tools; `generic.py` tells th
 )
 
 TOOL_FORMATS = (
-    *(HARMONY, SEED_OSS, QWEN3_CODER, MINIMAX_M2, GLM47, GLM45, KIMI_K2, GRANITE, NEMOTRON),
+    *(HARMONY, SEED_OSS, QWEN3_CODER, MINIMAX_M2, GLM47, GLM45, KIMI_K2, COHERE, GRANITE, NEMOTRON),
     *(DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32, OLMO3, PHI4_MINI, MISTRAL_ARGS, MISTRAL),
     *(LLAMA3_JSON, LLAMA4_PYTHONIC, PYTHONIC, HERMES, GENERIC),
 )
@@ -224,6 +236,16 @@ REASONING_FORMATS = (
         history_key="thinking",
     ),
     ReasoningFormat(name="seed", opening="<seed:think>", closing="</seed:think>", in_template=("<seed:think>",)),
+    ReasoningFormat(  # Command R7B and A
+        name="cohere",
+        opening="<|START_THINKING|>",
+        closing="<|END_THINKING|>",
+        channels=(("<|START_RESPONSE|>", "<|END_RESPONSE|>"),),
+        in_template=("<|START_THINKING|>", "<|START_RESPONSE|>"),
+    ),
+    ReasoningFormat(  # K2 Thinking, whose template writes nothing behind the mark
+        name="kimi_k2", opening="<think>", closing="</think>", in_template=("</think>", "<|im_middle|>")
+    ),
     ReasoningFormat(  # Granite 3.2
         name="granite",
         opening="Here is my thought process:",

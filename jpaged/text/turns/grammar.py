@@ -114,7 +114,11 @@ def turn_grammar(turn: TurnRules, control_tokens: Mapping[str, int]) -> str:
     if calls is not None and turn.calls == "required":
         body = calls.alone()
     elif channels:
-        body = f"{rules.literal(channels[0][0])} {content or TEXT}"
+        opening, closing = channels[0]
+        said = f"{content or TEXT} {rules.literal(closing) if closing else ''}"
+        if closing and content is None and rules.first(closing) is None:  # which any text would swallow
+            said = rules.add("said", f"{TEXT} {json.dumps(closing)}", "lazy")
+        body = f"{rules.literal(opening)} {said}"
     elif calls is not None and content is None:
         body = calls.behind_text()
     else:
