@@ -45,6 +45,7 @@ from jpaged.frontend.model_of_config import as_directory, options_of
 from jpaged.frontend.reranking import Reranker
 from jpaged.host.interrupt import Interruptible
 from jpaged.processes.replicas import ReplicatedEngine
+from jpaged.text.rendering import takes_variable
 from jpaged.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -53,6 +54,21 @@ if TYPE_CHECKING:
     from jpaged.models.loading.live import WeightsForm
 
 log = logging.getLogger("jpaged.engine")
+
+
+_ELSEWHERE = {
+    "llm_engine": "the engine is `engine`",
+    "encode": "`embed` gives vectors, and `score` similarities",
+    "classify": "models that classify are not supported",
+    "reward": "models that reward are not supported",
+    "collective_rpc": "`update_weights` and `weights_as` reach the weights",
+    "apply_model": "`update_weights` and `weights_as` reach the weights",
+    "start_profile": "`jpaged bench steps` measures steps, and JAX's profiler traces them",
+    "stop_profile": "`jpaged bench steps` measures steps, and JAX's profiler traces them",
+    "set_tokenizer": "give `tokenizer` to `LLM`",
+    "preprocess_chat": "`get_tokenizer().apply_chat_template` renders a conversation",
+}
+"""Of vLLM's methods, what does the same here, or why there is none."""
 
 
 class LLM:
@@ -133,6 +149,13 @@ class LLM:
             if self._config is not None:
                 self._config.cleanup()
 
+    if not TYPE_CHECKING:  # or no checker would find a misspelt name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Says what takes the place of methods that vLLM's `LLM` has and this one has not."""
+            instead = _ELSEWHERE.get(name)
+            raise AttributeError(f"LLM has no {name!r}{f'; {instead}' if instead else ''}.", name=name, obj=self)
+
     def __reduce__(self) -> NoReturn:
         raise JPagedError(
             "An LLM cannot be pickled or copied: it holds a device, or processes that do. Send its arguments, and make"
@@ -145,7 +168,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., tqdm] = True,
         *,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Completes prompts, as many at once as fit.
 
@@ -153,7 +176,7 @@ class LLM:
             prompts: one or a list; each text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
             sampling_params: for all, or one for each prompt; the model's defaults if None.
             use_tqdm: show a progress bar with input and output tokens/s, or the tqdm class to show it with.
-            priority: one for each prompt; with scheduling_policy "priority", lower runs first.
+            priority: for all, or one for each prompt; with scheduling_policy "priority", lower runs first.
         Returns:
             One output for each prompt, in their order.
         Raises:
@@ -163,9 +186,11 @@ class LLM:
         """
         prompt_list = as_prompt_list(prompts)
         params = self._params_for(len(prompt_list), sampling_params)
-        if priority is not None and (isinstance(priority, str | bytes) or not isinstance(priority, Iterable)):
-            raise InvalidParameterError(f"priority must be a list of integers, got {shown(priority)}.")
-        priorities = [0] * len(prompt_list) if priority is None else list(priority)
+        if isinstance(priority, int) or priority is None:
+            priority = [priority or 0] * len(prompt_list)
+        if isinstance(priority, str | bytes) or not isinstance(priority, Iterable):
+            raise InvalidParameterError(f"priority must be an integer or a list of them, got {shown(priority)}.")
+        priorities = list(priority)
         if len(priorities) != len(prompt_list):
             raise InvalidParameterError(f"priority has {len(priorities)} entries for {len(prompt_list)} prompts.")
         return self._serve(prompt_list, params, priorities, use_tqdm)
@@ -341,6 +366,7 @@ class LLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation, or several, through the model's chat template.
@@ -351,18 +377,23 @@ class LLM:
             chat_template: a Jinja template instead of the tokenizer's own.
             add_generation_prompt: end the prompt with the beginning of an assistant's message.
             continue_final_message: the last message is the beginning of the answer.
+            tools: {"type": "function", "function": {...}} each, which the chat template tells the model of. Calls come
+                as the model's text; the server reads them.
             chat_template_kwargs: further variables for the template.
         Returns:
             One output for each conversation, in their order.
         Raises:
             InvalidPromptError: malformed messages, or the model has no chat template.
-            InvalidParameterError: chat_template_kwargs that are not variables by name.
+            InvalidParameterError: chat_template_kwargs that are not variables by name, or tools that the template does
+                not know.
         """
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise InvalidPromptError("messages must be a non-empty list of messages or of conversations.")
         conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
         tokenizer = self._tokenizer()
         variables = _template_variables(tokenizer, chat_template_kwargs)
+        if tools:
+            variables = {**variables, "tools": _known_tools(tokenizer, tools, chat_template)}
         prompts: list[Prompt] = [
             {
                 "prompt_token_ids": tokenizer.apply_chat_template(
@@ -599,6 +630,22 @@ class _FairLock:
 
     def __exit__(self, *error: object) -> None:
         self._held.release()
+
+
+def _known_tools(tokenizer: Tokenizer, tools: Any, chat_template: str | None) -> list[Mapping[str, Any]]:
+    """Tools for a chat template. Raises InvalidParameterError: they are malformed, or it would not tell of them."""
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise InvalidParameterError(f'tools must be a list of {{"type": "function", ...}}, got {shown(tools)}.')
+    try:
+        template = tokenizer.hf.get_chat_template(chat_template, list(tools))
+    except ValueError:  # there is none, or none by default, which rendering says
+        return list(tools)
+    if not takes_variable(template, "tools"):
+        raise InvalidParameterError(
+            "tools has no effect: the chat template has no such variable. Describe the tools in a message, or give a"
+            " chat_template that knows them."
+        )
+    return list(tools)
 
 
 def _template_variables(tokenizer: Tokenizer, variables: Mapping[str, Any] | None) -> Mapping[str, Any]:

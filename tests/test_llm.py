@@ -303,10 +303,30 @@ def test_generate_takes_no_outputs_of_requests_that_were_added_to_the_engine_dir
     assert_idle(llm)
 
 
-@pytest.mark.parametrize("priority", [5, "1", b"1"])
-def test_a_priority_that_is_no_list_is_refused(llm, priority):
-    with pytest.raises(InvalidParameterError, match="priority must be a list"):
+@pytest.mark.parametrize("priority", [1.5, "1", b"1"])
+def test_a_priority_that_is_no_integer_nor_a_list_is_refused(llm, priority):
+    with pytest.raises(InvalidParameterError, match="priority must be an integer or a list"):
         llm.generate([[1, 2]], GREEDY, use_tqdm=False, priority=priority)
+
+
+def test_one_priority_is_that_of_all_prompts(llm, monkeypatch):
+    seen = []
+    check = llm.engine.check_request
+    monkeypatch.setattr(llm.engine, "check_request", lambda *a, **kw: seen.append(kw["priority"]) or check(*a, **kw))
+    for priority in (5, [5, 5, 5], None):
+        outputs = llm.generate([[1, 2]] * 3, GREEDY, use_tqdm=False, priority=priority)
+        assert len(outputs) == 3
+    assert seen == [5] * 6 + [0] * 3
+
+
+def test_methods_that_only_vllm_has_are_named_with_what_takes_their_place(llm):
+    with pytest.raises(AttributeError, match=r"LLM has no 'encode'; `embed` gives vectors"):
+        llm.encode(["a"])
+    with pytest.raises(AttributeError, match=r"LLM has no 'llm_engine'; the engine is `engine`"):
+        _ = llm.llm_engine
+    with pytest.raises(AttributeError, match=r"LLM has no 'generat'\.$"):
+        _ = llm.generat
+    assert not hasattr(llm, "classify")
 
 
 def test_a_progress_bar_that_is_none_is_refused(llm):
@@ -650,6 +670,20 @@ def test_the_tokenizer_is_that_of_transformers():
         changed = demo.get_default_sampling_params()
         changed.max_tokens = 3
         assert demo.get_default_sampling_params().max_tokens != 3
+
+
+def test_tools_of_a_chat_reach_a_template_that_knows_them_and_no_other():
+    tools = [{"type": "function", "function": {"name": "clock", "description": "Tells the time."}}]
+    messages = [{"role": "user", "content": "A snail"}]
+    template = "{{ tools[0].function.name }}: {{ messages[0].content }}<|end|>"
+    with LLM(**DEMO_ENGINE, verbose=False) as demo:
+        params = SamplingParams(max_tokens=1)
+        (output,) = demo.chat(messages, params, use_tqdm=False, tools=tools, chat_template=template)
+        assert demo.get_tokenizer().decode(output.prompt_token_ids) == "clock: A snail<|end|>"
+        with pytest.raises(InvalidParameterError, match="tools has no effect"):
+            demo.chat(messages, params, use_tqdm=False, tools=tools)
+        with pytest.raises(InvalidParameterError, match="tools must be a list"):
+            demo.chat(messages, params, use_tqdm=False, tools=[5], chat_template=template)
 
 
 def test_prompts_are_embedded_and_scored_in_order(llm):

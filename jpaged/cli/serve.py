@@ -6,6 +6,7 @@ import logging
 import os
 from dataclasses import fields
 from importlib.util import find_spec
+from pathlib import Path
 from textwrap import dedent
 from typing import get_args
 
@@ -159,6 +160,9 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="send traces of requests to this OpenTelemetry collector (OTLP over HTTP: http://HOST:4318/v1/traces)",
     )
     group.add_argument(
+        "--chat-template", metavar="FILE", help="a Jinja template instead of the model's own, for conversations"
+    )
+    group.add_argument(
         "--trust-request-chat-template", action="store_true", help="take chat templates from requests; see the docs"
     )
     group.add_argument(
@@ -214,6 +218,7 @@ def run(args: argparse.Namespace) -> int:
         allowed_origins=args.allowed_origins,
         allowed_hosts=args.allowed_hosts,
         metrics_prefix=args.metrics_prefix,
+        chat_template=None if args.chat_template is None else _text_of(args.chat_template),
         trust_request_chat_template=args.trust_request_chat_template,
         control_tokens_in_messages=args.control_tokens_in_messages,
         tool_parser=args.tool_parser,
@@ -250,6 +255,14 @@ def run(args: argparse.Namespace) -> int:
             logging.getLogger("jpaged.access").setLevel(logging.INFO)
     serve(engine_args, app_options, options)
     return 0
+
+
+def _text_of(path: str) -> str:
+    """The text of a chat template's file. Raises InvalidParameterError: it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidParameterError(f"--chat-template {path} cannot be read: {error}.") from error
 
 
 def _octal(text: str) -> int:

@@ -38,7 +38,7 @@ from jpaged.serving.protocol import (
     Usage,
 )
 from jpaged.serving.turns import Reading
-from jpaged.text.tokenizer import Tokenizer
+from jpaged.text.tokenizer import Tokenizer, check_messages
 from jpaged.text.turns.parser import CallDelta, TurnParser
 
 _encode = msgspec.json.Encoder().encode
@@ -273,6 +273,7 @@ class ChatAnswer(Answer):
         self._top_logprobs = request.top_logprobs or 0
         self._service_tier = msgspec.UNSET if request.service_tier is None else "default"
         self._reading = context.reading
+        self._prefix = _final_text(request) if request.echo else ""
         self._parsers: dict[int, TurnParser] = {}
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
@@ -283,6 +284,8 @@ class ChatAnswer(Answer):
             message, finish_reason = ChatMessage(completion.text), completion.finish_reason
             if self._reading is not None:
                 message, finish_reason = self._read(self._reading, completion)
+            if self._prefix:
+                message.content = self._prefix + (message.content or "")
             choice = ChatChoice(
                 index=completion.index,
                 message=message,
@@ -302,7 +305,10 @@ class ChatAnswer(Answer):
 
     def _beginning(self, index: int) -> bytes:
         self._begun.add(index)
-        return self._event(ChatChunkChoice(index, ChatDelta(role="assistant", content=""), None, None, None))
+        events = self._event(ChatChunkChoice(index, ChatDelta(role="assistant", content=""), None, None, None))
+        if self._prefix:
+            events += self._event(ChatChunkChoice(index, ChatDelta(content=self._prefix), None, None, None))
+        return events
 
     def _choice_events(self, prompt: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
         logprobs = self._logprobs_of(completion)
@@ -331,7 +337,7 @@ class ChatAnswer(Answer):
         if delta.calls:
             message.content = delta.content or None
             message.tool_calls = [
-                ToolCall(CalledFunction(news.arguments, news.name or ""), reading.call_id(), "function")
+                ToolCall(CalledFunction(news.arguments, news.name or ""), news.id or reading.call_id(), "function")
                 for news in delta.calls
             ]
         if delta.reasoning and reading.shows_reasoning:
@@ -371,6 +377,12 @@ class ChatAnswer(Answer):
         return TopLogprob(self._token(token, logprob), logprob.logprob, list(data))
 
 
+def _final_text(request: ChatCompletionRequest) -> str:
+    """The text of the message that an answer continues."""
+    content = check_messages(request.messages)[-1]["content"]
+    return content or ""
+
+
 def is_cut(completion: CompletionOutput) -> bool:
     """Whether something else than the model ended a choice: max_tokens, a stop string, an abort."""
     return completion.finish_reason != "stop" or isinstance(completion.stop_reason, str)
@@ -386,7 +398,7 @@ def finish_reason_of(parser: TurnParser, completion: CompletionOutput) -> str | 
 def _call_delta(reading: Reading, call: CallDelta) -> ToolCall:
     if call.name is None:
         return ToolCall(CalledFunction(call.arguments), index=call.index)
-    return ToolCall(CalledFunction(call.arguments, call.name), reading.call_id(), "function", call.index)
+    return ToolCall(CalledFunction(call.arguments, call.name), call.id or reading.call_id(), "function", call.index)
 
 
 def answer_to(request: CompletionRequest | ChatCompletionRequest, context: AnswerContext) -> Answer:

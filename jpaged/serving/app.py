@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
+from jpaged.api.errors import InvalidParameterError
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.processes.request_log import RequestLog
 from jpaged.processes.traces import Traces
@@ -36,11 +37,18 @@ from jpaged.serving.page import page_routes
 
 
 def build_app(engine: AsyncLLMEngine, options: AppOptions, clients: ClientCounts | None = None) -> Starlette:
-    """The ASGI application that serves an engine, which gets the observers that the options ask for.
-    `app.state.live.close()` ends the streams that never end.
+    """The ASGI application that serves an engine, which gets the observers and the chat template that the options ask
+    for. `app.state.live.close()` ends the streams that never end.
 
     clients: counts that several applications share.
+
+    Raises:
+        InvalidParameterError: there is a chat template, and no tokenizer for what it renders.
     """
+    if options.chat_template is not None:
+        if engine.tokenizer is None:
+            raise InvalidParameterError("chat_template needs a tokenizer, but the engine was started without one.")
+        engine.tokenizer.use_chat_template(options.chat_template)
     if options.otlp_traces_endpoint is not None:  # before the log, which names a request's trace
         engine.observers.append(Traces(options.otlp_traces_endpoint, options.served_model_names[0]))
     if options.log_requests:
@@ -59,7 +67,7 @@ def build_app(engine: AsyncLLMEngine, options: AppOptions, clients: ClientCounts
             Middleware(
                 CORSMiddleware,
                 allow_origins=list(options.allowed_origins),
-                allow_methods=["GET", "POST"],
+                allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
                 expose_headers=["x-request-id"],
             )

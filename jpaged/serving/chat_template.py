@@ -29,6 +29,10 @@ def template_arguments(
             "continue_final_message contradicts add_generation_prompt; set one of them.",
             param="continue_final_message",
         )
+    if isinstance(body, ChatCompletionRequest) and body.echo and not body.continue_final_message:
+        raise ApiError(
+            400, "echo is for continue_final_message: true, whose last message it repeats; leave it out.", param="echo"
+        )
     variables = body.chat_template_kwargs or {}
     for name in variables:
         if name in tokenizer.template_options:

@@ -31,7 +31,10 @@ class PoolingRequest(Struct, kw_only=True):
 
 
 class EmbeddingRequest(PoolingRequest, kw_only=True):
-    """POST /v1/embeddings: prompts, or a conversation, which is embedded as the chat template writes it."""
+    """POST /v1/embeddings: prompts, or a conversation, which is embedded as the chat template writes it.
+
+    use_activation: vLLM's other name of `normalize`.
+    """
 
     input: Prompt | None = None
     messages: list[Message] | None = None
@@ -42,6 +45,7 @@ class EmbeddingRequest(PoolingRequest, kw_only=True):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Integer | None = None
     normalize: bool | None = None
+    use_activation: bool | None = None
 
     @property
     def conversation(self) -> TokenizeRequest | None:

@@ -76,9 +76,12 @@ def conversation_of(body: PoolingBody) -> TokenizeRequest | None:
 
 
 def params_of(body: PoolingBody, config: EmbeddingConfig) -> PoolingParams:
-    """How to pool. Raises InvalidParameterError: the model cannot embed so."""
+    """How to pool. Raises ApiError, InvalidParameterError: fields contradict each other, or the model cannot so."""
     if isinstance(body, EmbeddingRequest):
-        return config.params(dimensions=body.dimensions, normalize=body.normalize)
+        normalize = body.use_activation if body.normalize is None else body.normalize
+        if body.use_activation not in (None, normalize):
+            raise ApiError(400, "use_activation contradicts normalize; leave it out.", param="use_activation")
+        return config.params(dimensions=body.dimensions, normalize=normalize)
     if body.instruction is not None:
         raise InvalidParameterError("instruction is for rerankers; start the server with --reranker.")
     return config.params(normalize=True)

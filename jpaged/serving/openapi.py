@@ -74,6 +74,14 @@ def openapi() -> dict[str, Any]:
     paths["/v1/models/{model}"]["get"]["parameters"] = [
         {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
     ]
+    response_id = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    for path, method, what in (
+        ("/v1/responses/{id}", "get", "A response that is kept."),
+        ("/v1/responses/{id}", "delete", "Forget a response."),
+        ("/v1/responses/{id}/cancel", "post", "400: responses do not run in the background."),
+    ):
+        answers = {"200": _content(what, {"type": "object"})} | errors
+        paths.setdefault(path, {})[method] = {"summary": what, "parameters": response_id, "responses": answers}
     paths["/reset_prefix_cache"] = {
         "post": {
             "summary": "Forget cached prefixes; 409 while requests run.",

@@ -47,6 +47,7 @@ class AppOptions:
             `serve` then takes only this machine's own names where there are no keys and it listens on a loopback
             address: a web page could otherwise ask by a name of its own that it made lead there (DNS rebinding).
         metrics_prefix: of the names in /metrics.
+        chat_template: the text of a Jinja template instead of the model's own.
         trust_request_chat_template: take `chat_template` from requests. It runs in a sandbox, in a process of its own
             with bounds of time, memory and output.
         control_tokens_in_messages: take what messages spell like a control token (`<|end|>`) for one. By default only
@@ -71,6 +72,7 @@ class AppOptions:
     allowed_origins: Sequence[str] = ()
     allowed_hosts: Sequence[str] | None = None
     metrics_prefix: str = "jpaged"
+    chat_template: str | None = None
     trust_request_chat_template: bool = False
     control_tokens_in_messages: bool = False
     tool_parser: str | None = None
@@ -93,6 +95,8 @@ class AppOptions:
             value = getattr(self, name)
             if value is not None and value not in known:
                 raise InvalidParameterError(f"{name} must be one of {', '.join(known)}, got {value!r}.")
+        if self.chat_template is not None and not self.chat_template.strip():
+            raise InvalidParameterError("chat_template is empty; leave it out or give a template.")
         if not self.metrics_prefix.isidentifier():
             raise InvalidParameterError(
                 f"metrics_prefix must be letters, digits and underscores, got {self.metrics_prefix!r}."

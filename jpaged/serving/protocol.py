@@ -166,6 +166,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     include_reasoning: bool | None = None
     thinking_token_budget: Integer | None = None
     service_tier: str | None = None
+    documents: list[dict[str, Any]] | None = None
+    echo: bool | None = None
 
     functions: Unsupported = None
     function_call: Unsupported = None
@@ -175,8 +177,6 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     verbosity: Unsupported = None
     web_search_options: Unsupported = None
     store: Unsupported = None
-    echo: Unsupported = None
-    documents: Unsupported = None
     mm_processor_kwargs: Unsupported = None
 
 
@@ -213,7 +213,6 @@ _ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "store": (False,),
     "verbosity": ("medium",),
-    "echo": (False,),
 }
 
 

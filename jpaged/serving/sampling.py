@@ -47,8 +47,10 @@ def in_words_of(
     constraint: where it is made of more than the request's own.
     """
     names = {}
-    if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
-        names["max_tokens"] = "max_completion_tokens"
+    if isinstance(request, ChatCompletionRequest):
+        names["logprobs"] = "top_logprobs"
+        if request.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
     if request.use_beam_search:
         names["beam_width"] = "n" if request.best_of is None else "best_of"
     try:

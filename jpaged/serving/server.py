@@ -84,8 +84,8 @@ async def run(
     set_objects_apart()
     async with engine:
         _log_engine(app_options.served_model_names[0], await engine.ready())
-        await _check_chat_template(engine)
         app = build_app(engine, app_options, clients)
+        await _check_chat_template(engine)
         config = uvicorn.Config(
             app,
             http=limited_protocol(app_options.limits),

@@ -20,6 +20,7 @@ from jpaged.serving.constraints import Constraint, constraint_of
 from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import ChatCompletionRequest, TokenizeRequest
 from jpaged.text.grammars import grammar_expression
+from jpaged.text.rendering import takes_variable
 from jpaged.text.tokenizer import Tokenizer, check_messages
 from jpaged.text.turns.arguments import JSON
 from jpaged.text.turns.declarations import ReasoningFormat, Tool, ToolFormat
@@ -64,16 +65,19 @@ class Turn:
         """Whether the answer's text is its content."""
         return self.tool_format is None and self.reasoning is None
 
-    def reasons(self, prompt: str) -> Reasons:
-        """Where a prompt leaves the reasoning."""
+    def reasons(self, prompt: str, continues: bool = False) -> Reasons:
+        """Where a prompt leaves the reasoning. continues: the answer goes on from the last message."""
         form = self.reasoning
         if form is None:
             return "over"
-        if form.channels:
-            return "free"
+        said = (check_messages(self.messages[-1:])[0]["content"] or "") if continues else ""
+        if said.strip() and not form.channels:
+            return "open" if form.opening in said.rpartition(form.closing)[2] else "over"
         end = prompt.rstrip()
         if end.endswith(form.opening):
             return "open"
+        if form.channels:
+            return "free"
         return "over" if end.endswith(form.closing) else "free"
 
     def constraint(self, request: ChatCompletionRequest, reasons: Reasons, tokenizer: Tokenizer) -> Constraint | None:
@@ -125,16 +129,18 @@ class Turn:
 @dataclass(frozen=True)
 class Reading:
     """How the answer to a chat is read. reasons: where its prompt leaves the reasoning. shows_reasoning: or leaves it
-    out."""
+    out. continues: it goes on from the last message."""
 
     turn: Turn
     reasons: Reasons
     shows_reasoning: bool = True
+    continues: bool = False
 
     def parser(self) -> TurnParser:
         """What reads one choice."""
         turn = self.turn
-        return TurnParser(turn.tool_format, turn.tools, turn.reasoning, self.reasons, turn.calls == "required")
+        required = turn.calls == "required"
+        return TurnParser(turn.tool_format, turn.tools, turn.reasoning, self.reasons, required, self.continues)
 
     def call_id(self) -> str:
         """An id for a call."""
@@ -167,6 +173,14 @@ def turn_of(
     if isinstance(request, ChatCompletionRequest):
         choice, callable_tools = _choice(request, tools)
         variables = _effort(request, template)
+        if request.documents:
+            if "documents" not in template:
+                raise ApiError(
+                    400,
+                    "documents has no effect: the model's chat template has no such variable. Put them in a message.",
+                    param="documents",
+                )
+            variables["documents"] = request.documents
         budget, parallel = _budget(request), request.parallel_tool_calls is not False
     reasoning = None
     if reasoning_parser is not None:
@@ -192,7 +206,9 @@ def turn_of(
     shown = given if may_call else []
     tells = bool(shown) or any(message.get("role") == "tool" or "tool_calls" in message for message in messages)
     template_tools: list[dict[str, Any]] | None = None
-    if form is GENERIC and tells and "tools" not in template:
+    # A given template is searched for the word alone: to parse it may take long.
+    knows_tools = "tools" in template and (request.chat_template is not None or takes_variable(template, "tools"))
+    if form is GENERIC and tells and not knows_tools:
         messages = without_tools(check_messages(messages), shown)
     else:
         template_tools = shown or None

@@ -7,10 +7,12 @@ The process starts with the first rendering, which takes a second, and ends with
 """
 
 import os
+import re
 import socket
 import subprocess
 import time
 import weakref
+from functools import lru_cache
 from threading import Lock
 from typing import Any, Literal
 
@@ -26,9 +28,27 @@ MAX_BYTES = 512 << 20
 MAX_CHARACTERS = 16 << 20
 """Of a rendered prompt."""
 
+_GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
+"""Marks of transformers, which Jinja does not know."""
 _MODULE = "jpaged.text.render_process"
 _START_S = 60.0
 """For the process to start, on a machine that is busy."""
+
+
+@lru_cache(maxsize=16)
+def takes_variable(template: str, name: str) -> bool:
+    """Whether a chat template reads a variable of that name that it is given. A text that only spells the name, a key
+    or a parameter of a macro does not count. Of what cannot be parsed, any text that has the name does.
+    """
+    from jinja2 import Environment, TemplateError, meta
+
+    if name not in template:
+        return False
+    try:
+        environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # nothing is rendered
+        return name in meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", template)))
+    except (TemplateError, RecursionError):
+        return True
 
 
 class Request(msgspec.Struct, array_like=True):

@@ -120,6 +120,10 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self.hf.chat_template)
 
+    def use_chat_template(self, template: str) -> None:
+        """Takes a Jinja template instead of the model's own."""
+        self.hf.chat_template = template
+
     @cached_property
     def template_options(self) -> frozenset[str]:
         """Names that no variable of a chat template may have: `render_chat` or transformers would take them for its
@@ -224,16 +228,25 @@ class Tokenizer:
         return self.encode_prompt(self.chat_prompt(messages, **options))
 
     def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], *, control_tokens_in_messages: bool = False, **options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        control_tokens_in_messages: bool = False,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
     ) -> ChatPrompt:
         """A conversation to its prompt, for `encode_prompt`. Other arguments and errors as `render_chat`.
 
-        control_tokens_in_messages: take what messages of users, systems and tools spell like a control token for one;
-            otherwise only the template writes control tokens.
+        control_tokens_in_messages: take what messages of users, systems and tools, and documents, spell like a control
+            token for one; otherwise only the template writes control tokens.
+        documents: for templates that know them.
         """
         conversation, marks = check_messages(messages), None
         if not control_tokens_in_messages:
-            conversation, marks = self._control_tokens.mark(conversation)
+            (*conversation, given), marks = self._control_tokens.mark([*conversation, {"documents": documents}])
+            documents = given["documents"]
+        if documents:
+            options["documents"] = documents
         return ChatPrompt(self.render_chat(conversation, **options), marks)
 
     def encode_prompt(self, prompt: ChatPrompt) -> list[int]:

@@ -1,5 +1,6 @@
 """Fields that agents' clients send, in three dialects: what becomes of each in the chat that is asked for."""
 
+import copy
 import json
 
 import pytest
@@ -379,3 +380,46 @@ def test_a_call_whose_arguments_were_cut_may_be_sent_back(chat, template, writte
     asked = turn_of(chat, model)
     prompt = model.chat_prompt(asked.messages, chat_template=template, tools=asked.template_tools)
     assert written in prompt.text
+
+
+def test_a_template_that_only_spells_the_word_tools_is_told_of_them_in_a_message(tokenizer_with):
+    hf = tokenizer_with("{% for m in messages %}{{ m.content }}{% if m.tools %}{{ m.tools }}{% endif %}{% endfor %}")
+    tools = [{"type": "function", "function": {"name": "clock"}}]
+    asked = turn_of(ChatCompletionRequest(messages=[user("When?")], tools=tools), hf)
+    assert asked.template_tools is None
+    assert '{"name": "clock"}' in asked.messages[0]["content"]
+    knows = tokenizer_with("{{ messages }}{{ tools }}")
+    assert turn_of(ChatCompletionRequest(messages=[user("When?")], tools=tools), knows).template_tools == tools
+
+
+@pytest.mark.parametrize(
+    ("said", "reasons"),
+    [
+        ("<think>First I", "open"),
+        ("<think>hm</think>So", "over"),
+        ("<think>a</think>b<think>c", "open"),
+        ("So the", "over"),
+        ([{"type": "text", "text": "<think>First"}], "open"),
+        ("", "free"),
+    ],
+)
+def test_an_answer_that_goes_on_knows_whether_its_beginning_was_still_reasoning(said, reasons):
+    turn = chat_turn(
+        messages=[user("When?"), assistant(said)], chat_template="{{ messages }}<think></think>", tools=None
+    )
+    assert turn.reasons("When?", continues=True) == reasons
+    assert turn.reasons("When?") == "free"
+    if reasons == "open":
+        parser = Reading(turn, "open", continues=True).parser()
+        news = parser.feed(" think.</think>Yes", final=True)
+        assert (news.reasoning, news.content) == (" think.", "Yes")
+
+
+@pytest.fixture
+def tokenizer_with():
+    def make(template):
+        hf = copy.deepcopy(tokenizer("byte-level"))
+        hf.chat_template = template
+        return Tokenizer(hf, "some/model")
+
+    return make

@@ -125,6 +125,28 @@ def test_anthropics_clients_get_models_ids_and_errors_in_their_form(server):
     assert server.client.get("/v1/models/unknown").json()["error"]["code"] == "model_not_found"
 
 
+def test_an_answer_goes_on_from_the_assistants_last_message(server):
+    said = [{"role": "user", "content": STORY}, {"role": "assistant", "content": "Once upon a"}]
+    body = {"messages": said, "max_tokens": 6, "temperature": 0}
+    fields = {"continue_final_message": True, "add_generation_prompt": False}
+    fields["chat_template_kwargs"] = {"enable_thinking": False}
+    chat = server.client.post("/v1/chat/completions", json=body | fields).json()
+    answer = ask(server, **body).json()
+    assert answer["content"] == [{"type": "text", "text": chat["choices"][0]["message"]["content"]}]
+    assert answer["usage"]["output_tokens"] == 6
+    refused = ask(server, **body, thinking={"type": "enabled", "budget_tokens": 5})
+    assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert "the last message is the assistant's" in refused.json()["error"]["message"]
+
+
+def test_calls_and_users_messages_are_not_gone_on_from():
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    for content, continues in (("Once", True), ([call], None), ([{"type": "text", "text": "I look."}, call], None)):
+        told = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]
+        assert messages.chat_of(MessagesRequest(messages=told, max_tokens=3)).continue_final_message is continues
+    assert messages.chat_of(MessagesRequest(messages=told[:1], max_tokens=3)).continue_final_message is None
+
+
 def test_results_of_tools_are_told_and_counted(server):
     (call,) = ask(server, **CALLS).json()["content"]
     conversation = [
@@ -359,16 +381,44 @@ def test_openais_client_calls_a_tool_and_goes_on_from_the_response(server):
         client.responses.create(model="model", input="a", previous_response_id="resp_unknown")
 
 
+def test_a_response_can_be_asked_for_again_until_it_is_deleted(server):
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key=KEY)
+    made = client.responses.create(model="model", input=STORY, max_output_tokens=5)
+    assert client.responses.retrieve(made.id) == made
+    streamed = list(client.responses.create(model="model", input=STORY, max_output_tokens=5, stream=True))
+    assert client.responses.retrieve(streamed[-1].response.id) == streamed[-1].response
+    with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
+        client.responses.cancel(made.id)
+    with pytest.raises(openai.BadRequestError, match="stream is not supported"):
+        client.get(f"/responses/{made.id}?stream=true", cast_to=object)
+    client.responses.delete(made.id)
+    forgotten = client.responses.create(model="model", input=STORY, max_output_tokens=5, store=False)
+    for response_id in (made.id, forgotten.id, "resp_unknown"):
+        for act in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
+            with pytest.raises(openai.NotFoundError, match=r"Response with id '.*' not found"):
+                act(response_id)
+    with pytest.raises(openai.NotFoundError, match="previous_response_id"):
+        client.responses.create(model="model", input="a", previous_response_id=made.id)
+
+
+def test_responses_take_the_sampling_fields_of_chats():
+    fields: dict[str, Any] = {"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.5, "seed": 7, "stop": ["x"]}
+    fields |= {"logit_bias": {"5": 1}, "ignore_eos": True, "priority": 2, "cache_salt": "s"}
+    fields |= {"chat_template_kwargs": {"enable_thinking": False}}
+    chat = responses.chat_of(ResponsesRequest(input="a", **fields), ResponseStore())
+    assert {name: getattr(chat, name) for name in fields} == fields
+
+
 def test_conversations_are_kept_within_bounds(monkeypatch):
     monkeypatch.setattr(response_store, "MAX_STORED", 2)
     store = ResponseStore()
     for i in range(3):
-        store.put(f"resp_{i}", [{"role": "user", "content": "a"}], [])
+        store.put([{"role": "user", "content": "a"}], {"id": f"resp_{i}", "output": []})
     with pytest.raises(ApiError, match="resp_0"):
         store.get("resp_0")
     assert store.get("resp_1")
     monkeypatch.setattr(response_store, "MAX_STORED_BYTES", 200)
-    store.put("resp_4", [{"role": "user", "content": "b" * 150}], [])
+    store.put([{"role": "user", "content": "b" * 100}], {"id": "resp_4", "output": []})
     with pytest.raises(ApiError):
         store.get("resp_1")
     assert store.get("resp_4")

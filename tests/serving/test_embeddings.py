@@ -67,6 +67,12 @@ def test_texts_and_token_ids_are_embedded(server, reference, encoding):
         assert found["usage"]["prompt_tokens"] == found["usage"]["total_tokens"] > 0
 
 
+def test_normalize_has_vllms_other_name_too(server):
+    raw = ask(server, "/v1/embeddings", input="A fox", normalize=False)["data"][0]["embedding"]
+    assert np.linalg.norm(raw) > 1.1
+    assert ask(server, "/v1/embeddings", input="A fox", use_activation=False)["data"][0]["embedding"] == raw
+
+
 def test_the_openai_client_embeds(server, reference):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
         found = client.embeddings.create(model="model", input=TEXTS)  # in base64, as it asks by itself
@@ -126,6 +132,7 @@ def test_documents_are_ranked(server, reference, path):
         ("/v1/embeddings", {"input": [10**6]}, "input"),
         ("/v1/embeddings", {"input": "a", "dimensions": 8}, "dimensions"),
         ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions"),
+        ("/v1/embeddings", {"input": "a", "normalize": True, "use_activation": False}, "use_activation"),
         ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format"),
         ("/v1/embeddings", {"input": "a", "messages": [{"role": "user", "content": "a"}]}, "messages"),
         ("/v1/embeddings", {}, "input"),

@@ -6,6 +6,7 @@ import pytest
 
 from jpaged.api.errors import InvalidParameterError
 from jpaged.assets import demo_model_path
+from jpaged.cli import main
 from jpaged.processes.request_log import RequestLog
 from jpaged.processes.traces import Traces
 from jpaged.serving.app import build_app
@@ -55,3 +56,20 @@ def test_those_who_watch_requests_are_told_in_the_order_in_which_they_need_each_
 def test_prompts_are_logged_only_as_part_of_the_lines_of_requests():
     with pytest.raises(InvalidParameterError, match="log_prompts needs log_requests"):
         AppOptions(log_prompts=True)
+
+
+def test_a_chat_template_of_the_options_takes_the_place_of_the_models():
+    engine = SimpleNamespace(observers=[], tokenizer=Tokenizer.load(demo_model_path()))
+    build_app(engine, AppOptions(chat_template="{{ messages[0].content }}!"))
+    assert engine.tokenizer.render_chat([{"role": "user", "content": "Hello"}]) == "Hello!"
+    with pytest.raises(InvalidParameterError, match="chat_template needs a tokenizer"):
+        build_app(SimpleNamespace(tokenizer=None), AppOptions(chat_template="x"))
+    with pytest.raises(InvalidParameterError, match="chat_template is empty"):
+        AppOptions(chat_template=" \n")
+
+
+def test_a_chat_templates_file_that_cannot_be_read_is_named(tmp_path, capsys):
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    for path in (tmp_path / "missing", tmp_path / "bytes"):
+        assert main(["serve", "--chat-template", str(path)]) != 0
+        assert f"--chat-template {path} cannot be read" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jpaged.api.errors import CheckpointError, InvalidParameterError, InvalidPromptError
-from jpaged.text.rendering import Renderer, Request
+from jpaged.text.rendering import Renderer, Request, takes_variable
 from jpaged.text.tokenizer import Tokenizer
 from tests.text.tokenizers_for_tests import tokenizer
 
@@ -137,3 +137,20 @@ def test_what_a_template_gets_is_what_transformers_gives_it(model):
 def test_a_variable_that_is_no_json_value_is_refused(model, value):
     with pytest.raises(InvalidParameterError, match="JSON values"):
         model.render_chat([USER], x=value)
+
+
+@pytest.mark.parametrize(
+    ("template", "takes"),
+    [
+        ("{% if tools %}{{ tools | tojson }}{% endif %}", True),
+        ("{% set tools = tools or [] %}{{ tools }}", True),
+        ("{% for m in messages %}{% generation %}{{ m }}{% endgeneration %}{% break %}{% endfor %}{{ tools }}", True),
+        ("{% if %}{{ tools }}", True),  # which may be anything
+        ("{# no tools here #}{{ messages }}", False),
+        ("{{ messages[0]['tools'] }}{{ messages[0].tools }} tools", False),
+        ("{% macro say(tools) %}{{ tools }}{% endmacro %}{{ say(messages) }}", False),
+        ("{{ messages }}", False),
+    ],
+)
+def test_a_template_takes_a_variable_if_it_reads_it_and_not_if_it_only_spells_it(template, takes):
+    assert takes_variable(template, "tools") is takes

@@ -68,7 +68,11 @@ def loaded(special):
             "<|start|>",
             "<|python_start|>",
         ]
-        pieces += ["<|python_end|>", "[THINK]", "[/THINK]"]
+        pieces += ["<|python_end|>", "[THINK]", "[/THINK]", "｜DSML｜", "<seed:tool_call>", "</seed:tool_call>"]
+        pieces += ["<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"]
+        pieces += ["<|START_ACTION|>", "<|END_ACTION|>", "<|START_THINKING|>", "<|END_THINKING|>"]
+        pieces += ["<|START_RESPONSE|>", "<|END_RESPONSE|>"]
+        pieces += ["<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_call|>", "<minimax:tool_call>"]
         tokenizer.hf.add_special_tokens(
             {"additional_special_tokens": [AddedToken(piece, special=True, normalized=False) for piece in pieces[4:]]},
             replace_extra_special_tokens=False,
@@ -361,6 +365,86 @@ def test_a_line_break_in_front_of_reasoning_keeps_no_model_of_glm_from_it(calls,
     )
 
 
+def test_the_calls_of_kimi_k2_keep_the_ids_that_the_model_wrote():
+    form = FORMATS["kimi_k2"]
+
+    def call(name, number):
+        return f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+
+    def news_of(text):
+        parser = parser_of(form)
+        return [news for piece in text for news in parser.feed(piece).calls if news.name is not None]
+
+    mark, end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+    found = news_of(mark + call("get", 7) + call("get_weather", 8) + end)
+    assert [(news.name, news.id) for news in found] == [
+        ("get", "functions.get:7"),
+        ("get_weather", "functions.get_weather:8"),
+    ]
+    twice = news_of(mark + call("get", 0) * 2 + end)  # a client tells results apart by ids
+    assert [news.id for news in twice] == ["functions.get:0", None]
+    for number in ("", "x", "1234567"):
+        text = mark + call("get", number) + end
+        assert read(parser_of(form), list(text)) == ("", text, [])
+
+
+def test_a_call_of_deepseek_v3_2_is_read_as_its_encoder_writes_it(model):
+    form = FORMATS["deepseek_v32"]
+    text = (
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+        '<｜DSML｜parameter name="city" string="true">3</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="daily" string="false">true</｜DSML｜parameter>\n'
+        '</｜DSML｜invoke>\n<｜DSML｜invoke name="get">\n\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'
+    )
+    expected = [("get_weather", {"city": "3", "daily": True}), ("get", {})]
+    for said in ("", "I look.\n\n"):
+        assert accepts(model, TurnRules(tools=TOOLS, tool_format=form), said + text)
+        _, content, calls = read(parser_of(form), list(said + text))
+        assert (content, values(calls)) == (said, expected)
+    null = form.render([(WEATHER, {"city": "null", "daily": False, "note": None})])
+    assert 'name="note" string="false">null<' in null
+    assert accepts(model, TurnRules(tools=TOOLS, tool_format=form, calls="required"), null)
+    as_text = null.replace('"note" string="false"', '"note" string="true"')
+    assert values(read(parser_of(form), list(as_text))[2])[0][1]["note"] == "null"
+
+
+@pytest.mark.parametrize("calls", ["auto", "required"])
+def test_the_turns_of_cohere_are_thinking_and_an_action_or_a_response(calls, model):
+    template = "<|START_THINKING|>{{ plan }}<|END_THINKING|><|START_ACTION|>[]<|END_ACTION|><|START_RESPONSE|>"
+    form, think = format_of(template, TOOL_FORMATS), format_of(template, REASONING_FORMATS)
+    assert (form, think) == (FORMATS["cohere"], REASONING["cohere"])
+    rules = TurnRules(tools=TOOLS, tool_format=form, calls=calls, reasoning=think, reasons="free")
+    action = (
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get", "parameters": {}},\n'
+        '    {"tool_call_id": "1", "tool_name": "get", "parameters": {}}\n]<|END_ACTION|>'
+    )
+    for before, said in (("", ""), ("<|START_THINKING|>I look.<|END_THINKING|>", "I look.")):
+        assert accepts(model, rules, before + action)
+        assert read(parser_of(form, think, "free"), list(before + action)) == (said, "", [["get", "{}"]] * 2)
+    answer = "<|START_RESPONSE|>Noon.<|END_RESPONSE|>"
+    assert accepts(model, rules, answer) is (calls == "auto")
+    assert read(parser_of(form, think, "free"), list(answer)) == ("", "Noon.", [])
+    assert accepts(model, TurnRules(reasoning=think, reasons="free"), answer)
+
+
+def test_kimi_k2_calls_right_behind_its_reasoning(with_tokens):
+    template = "<|im_system|>tool_declare<|im_middle|><think>{{rc}}</think>"
+    form, think = format_of(template, TOOL_FORMATS), format_of(template, REASONING_FORMATS)
+    assert (form, think) == (FORMATS["kimi_k2"], REASONING["kimi_k2"])
+    rules = TurnRules(tools=TOOLS, tool_format=form, calls="required", reasoning=think, reasons="free")
+    assert accepts(with_tokens, rules, "<think>hm</think>" + form.render(CALLS[:1]))
+
+
+def test_a_seed_oss_call_is_read_as_its_template_shows_it(model):
+    form = FORMATS["seed_oss"]
+    text = (
+        "<seed:tool_call>\n<function=get_weather>\n<parameter=city>a\nb</parameter>\n"
+        "<parameter=daily>true</parameter>\n</function>\n</seed:tool_call>"
+    )
+    assert accepts(model, TurnRules(tools=TOOLS, tool_format=form, calls="required"), text)
+    assert values(read(parser_of(form), list(text))[2]) == [("get_weather", {"city": "a\nb", "daily": True})]
+
+
 def test_a_mistral_may_write_a_space_behind_its_mark(model):
     form = FORMATS["mistral"]
     text = form.render(CALLS[:2]).replace("[TOOL_CALLS]", "[TOOL_CALLS] ")
@@ -432,6 +516,15 @@ TEMPLATES = [
     ("llama4_pythonic", "<|python_start|>"),
     ("pythonic", "[func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2(params)]"),
     ("harmony", "<|start|>assistant<|channel|> <|call|>"),
+    ("kimi_k2", "<|im_system|>tool_declare<|im_middle|>{{- tools | tojson -}}"),
+    ("deepseek_v32", '{%- set dsml_token = "｜DSML｜" -%}<{{ dsml_token }}function_calls>'),
+    ("cohere", "<|START_ACTION|>[ {% for tc in message.tool_calls %}"),
+    ("seed_oss", "<seed:tool_call>\n<function=example>\n<parameter=example_1>value_1</parameter>"),
+    ("minimax_m2", "{%- set toolcall_begin_token = '<minimax:tool_call>' -%}"),
+    ("granite", "respond with <|tool_call|> followed by a JSON list of tools used."),
+    ("nemotron", "<TOOLCALL>[{}]</TOOLCALL>"),
+    ("olmo3", "wrapped in <function_calls></function_calls> XML tags"),
+    ("phi4_mini", 'formatted as functools[{"name": [function name], "arguments": [function arguments as JSON]}'),
     (None, "{{ messages }}"),
 ]
 

@@ -106,7 +106,7 @@ class ItemsAnswer(Answer):
         for call in delta.calls:
             if call.name is not None:
                 assert isinstance(self._reading, Reading)
-                events += self._open(Item("call", len(self.items), self._reading.call_id(), call.name))
+                events += self._open(Item("call", len(self.items), call.id or self._reading.call_id(), call.name))
             events += self._more_of(call.arguments)
         return events
 

@@ -1,4 +1,4 @@
-"""Responses that are kept in memory, for `previous_response_id` and for references to their items."""
+"""Responses that are kept in memory, to be asked for again, for `previous_response_id` and for references to items."""
 
 from collections import OrderedDict
 from typing import Any
@@ -13,10 +13,10 @@ MAX_STORED_BYTES = 64 << 20
 
 
 class ResponseStore:
-    """The conversations behind the last responses, in memory."""
+    """The last responses and the conversations behind them, in memory."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], int]] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[list[dict[str, Any]], dict[str, Any], int]] = OrderedDict()
         self._num_bytes = 0
 
     def get(self, response_id: str) -> list[dict[str, Any]]:
@@ -40,7 +40,8 @@ class ResponseStore:
     def item(self, item_id: str) -> dict[str, Any]:
         """An item of one of the responses. Raises ApiError if it is not kept."""
         response_id = f"resp_{item_id.partition('_')[2].rpartition('_')[0]}"
-        _, items, _ = self._kept.get(response_id, ((), (), 0))
+        kept = self._kept.get(response_id)
+        items = [] if kept is None else kept[1]["output"]
         found = next((item for item in items if item["id"] == item_id), None)
         if found is None:
             raise ApiError(
@@ -52,13 +53,37 @@ class ResponseStore:
             )
         return found
 
-    def put(self, response_id: str, messages: list[dict[str, Any]], items: list[dict[str, Any]]) -> None:
-        """Keeps a conversation, and the items of its last answer."""
-        num_bytes = len(msgspec.json.encode([messages, items]))
+    def response(self, response_id: str) -> dict[str, Any]:
+        """A response as it was answered. Raises ApiError if it is not kept, or not any more."""
+        kept = self._kept.get(response_id)
+        if kept is None:
+            raise _not_found(response_id)
+        return kept[1]
+
+    def remove(self, response_id: str) -> None:
+        """Forgets a response and its conversation. Raises ApiError if it is not kept."""
+        kept = self._kept.pop(response_id, None)
+        if kept is None:
+            raise _not_found(response_id)
+        self._num_bytes -= kept[2]
+
+    def put(self, messages: list[dict[str, Any]], response: dict[str, Any]) -> None:
+        """Keeps a response, and the messages up to it and with it."""
+        num_bytes = len(msgspec.json.encode([messages, response]))
         if num_bytes > MAX_STORED_BYTES:
             return
-        self._kept[response_id] = (messages, items, num_bytes)
+        self._kept[response["id"]] = (messages, response, num_bytes)
         self._num_bytes += num_bytes
         while len(self._kept) > MAX_STORED or self._num_bytes > MAX_STORED_BYTES:
             _, (_, _, freed) = self._kept.popitem(last=False)
             self._num_bytes -= freed
+
+
+def _not_found(response_id: str) -> ApiError:
+    return ApiError(
+        404,
+        f"Response with id {response_id[:80]!r} not found: the last {MAX_STORED} are kept, until the server ends,"
+        ' but for those of requests with "store": false.',
+        param="response_id",
+        code="response_not_found",
+    )

@@ -17,7 +17,7 @@ from jpaged.serving.dialects.conversations import PARAGRAPH, without_late_system
 from jpaged.serving.dialects.items import Item, ItemsAnswer, named_event, renamed
 from jpaged.serving.dialects.response_store import ResponseStore
 from jpaged.serving.errors import ApiError
-from jpaged.serving.protocol import ChatCompletionRequest, Integer
+from jpaged.serving.protocol import ChatCompletionRequest, Integer, LogitBias
 
 Unsupported = Any
 
@@ -28,6 +28,13 @@ _NAMES = {
     "reasoning_effort": "reasoning.effort",
 }
 """Fields of a chat, and what they are called here."""
+
+
+_OF_CHATS = (
+    *("top_k", "min_p", "repetition_penalty", "seed", "stop", "logit_bias", "ignore_eos"),
+    *("chat_template_kwargs", "priority", "cache_salt"),
+)
+"""Fields that are called as in a chat and mean the same; OpenAI has them not."""
 
 
 def error_body(error: ApiError) -> bytes:
@@ -68,6 +75,18 @@ class ResponsesRequest(Struct, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: str | None = None
+
+    # vLLM's
+    top_k: Integer | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    logit_bias: LogitBias | None = None
+    ignore_eos: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
 
     background: Unsupported = None
     conversation: Unsupported = None
@@ -117,6 +136,7 @@ def chat_of(body: ResponsesRequest, store: ResponseStore) -> ChatCompletionReque
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=(body.reasoning or {}).get("effort"),
         response_format=_format(body.text),
+        **{name: getattr(body, name) for name in _OF_CHATS},
     )
 
 
@@ -349,9 +369,6 @@ class ResponsesAnswer(ItemsAnswer):
             status, details = "completed", None
             if is_cut:
                 status, details = "incomplete", {"reason": "max_output_tokens"}
-            if body.store is not False:
-                items = [self._item(item) for item in self.items]
-                self._store.put(self.response_id, self._conversation(), items)
         usage = {
             "input_tokens": self._num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": cached},
@@ -360,7 +377,7 @@ class ResponsesAnswer(ItemsAnswer):
             "total_tokens": self._num_prompt_tokens + self._num_tokens,
         }
         sampling, asked = self._sampling, body.reasoning or {}
-        return {  # every field that openresponses.org requires of a response
+        message = {  # every field that openresponses.org requires of a response
             "background": False,
             "frequency_penalty": sampling.frequency_penalty,
             "max_tool_calls": None,
@@ -394,6 +411,9 @@ class ResponsesAnswer(ItemsAnswer):
             "truncation": "disabled",
             "usage": None if self.reason is None else usage,
         }
+        if self.reason is not None and self.failure is None and body.store is not False:
+            self._store.put(self._conversation(), message)
+        return message
 
     def _num_reasoning_tokens(self) -> int:
         """Tokens of the reasoning's text; those around it count as the answer's."""

@@ -30,12 +30,15 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 
 
 def dialect_routes(engine: AsyncLLMEngine, options: AppOptions, admission: Admission) -> list[Route]:
-    """/v1/messages, /v1/messages/count_tokens and /v1/responses."""
+    """/v1/messages, /v1/messages/count_tokens, /v1/responses, and what is done with a response that is kept."""
     server = _Handlers(engine, options, admission)
     return [
         Route("/v1/messages", guarded(server.messages, messages.error_body), methods=["POST"]),
         Route("/v1/messages/count_tokens", guarded(server.count_tokens, messages.error_body), methods=["POST"]),
         Route("/v1/responses", guarded(server.responses, responses.error_body), methods=["POST"]),
+        Route("/v1/responses/{id}", guarded(server.kept_response), methods=["GET"]),
+        Route("/v1/responses/{id}", guarded(server.delete_response), methods=["DELETE"]),
+        Route("/v1/responses/{id}/cancel", guarded(server.cancel_response), methods=["POST"]),
     ]
 
 
@@ -67,20 +70,45 @@ class _Handlers:
         body = await self._decode(request, self._responses)
         items = [] if isinstance(body.input, str) else body.input
         name = "input" if any(map(responses.refers, items)) else "previous_response_id"
-        if (name == "input" or body.previous_response_id is not None) and self._engine.num_clients > 1:
+        if name == "input" or body.previous_response_id is not None:
             said = "input: an item_reference" if name == "input" else name
-            raise ApiError(
-                400,
-                f"{said} needs a server with one API process (--api-workers 1): others do not know the response. Send"
-                " the whole conversation as input.",
-                param=name,
-            )
+            self._check_store(said, name, " Send the whole conversation as input.")
 
         def make_answer(chat: ChatCompletionRequest, context: Any) -> ResponsesAnswer:
             return ResponsesAnswer(chat, context, body, self._store)
 
         chat = await self._engine.in_thread(lambda: responses.chat_of(body, self._store))
         return await self._answer(request, body, chat, "input", make_answer)
+
+    async def kept_response(self, request: Request) -> Response:
+        self._check_store("response_id", "response_id")
+        if request.query_params.get("stream", "false") != "false" or "starting_after" in request.query_params:
+            raise ApiError(400, "stream is not supported for a response that has ended; leave it out.", param="stream")
+        return json_response(self._store.response(request.path_params["id"]))
+
+    async def delete_response(self, request: Request) -> Response:
+        self._check_store("response_id", "response_id")
+        self._store.remove(request.path_params["id"])
+        return json_response({"id": request.path_params["id"], "object": "response", "deleted": True})
+
+    async def cancel_response(self, request: Request) -> Response:
+        self._check_store("response_id", "response_id")
+        self._store.response(request.path_params["id"])
+        raise ApiError(
+            400,
+            "Cannot cancel a synchronous response; close the connection of its request instead, while it runs.",
+            param="response_id",
+        )
+
+    def _check_store(self, said: str, param: str, instead: str = "") -> None:
+        """Raises ApiError if another API process may have the response."""
+        if self._engine.num_clients > 1:
+            raise ApiError(
+                400,
+                f"{said} needs a server with one API process (--api-workers 1): others do not know the response."
+                f"{instead}",
+                param=param,
+            )
 
     async def _decode(self, request: Request, decoder: msgspec.json.Decoder[_T]) -> _T:
         return await decode_body(self._engine, self._options, request, decoder)

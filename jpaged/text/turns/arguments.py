@@ -53,21 +53,30 @@ class ParameterArguments:
 
     Args:
         opening, name_end, closing: what stands in front of an argument's name, behind it, and behind the value.
+        string_name_end: what stands behind the name of a string, if that differs.
     """
 
     opening: str
     name_end: str
     closing: str
+    string_name_end: str = ""
 
     @property
     def texts(self) -> tuple[str, ...]:
-        return (self.opening, self.name_end, self.closing)
+        return (self.opening, self.name_end, self.string_name_end, self.closing)
 
     def grammar(self, tool: Tool, rules: RuleWriter) -> str:
         expressions = []
         for name, schema, required in _properties(tool):
-            opening = rules.literal(f"{self.opening}{name}{self.name_end}")
-            element = rules.add("parameter", f"{opening} {self._value(name, schema, tool, rules)}")
+            kind, opening = _string_kind(schema), f"{self.opening}{name}"
+            value = self._value(name, schema, tool, rules)
+            if kind is None or not self.string_name_end:
+                body = f"{rules.literal(opening + self.name_end)} {value}"
+            else:
+                body = f"{rules.literal(opening + self.string_name_end)} {value}"
+                if kind == "null":
+                    body += f" | {rules.literal(f'{opening}{self.name_end}null{self.closing}')}"
+            element = rules.add("parameter", body)
             expressions.append(element if required else element + "?")
         return " ".join(expressions) or rules.literal("")
 
@@ -75,8 +84,12 @@ class ParameterArguments:
         return _ParameterScanner(self, {name: schema for name, schema, _ in _properties(tool)})
 
     def render(self, tool: Tool, arguments: Mapping[str, Any]) -> str:
-        values = {name: value if isinstance(value, str) else _json(value) for name, value in arguments.items()}
-        return "".join(f"{self.opening}{n}{self.name_end}{value}{self.closing}" for n, value in values.items())
+        written = []
+        for name, value in arguments.items():
+            is_text = isinstance(value, str)
+            end = (self.string_name_end if is_text else "") or self.name_end
+            written.append(f"{self.opening}{name}{end}{value if is_text else _json(value)}{self.closing}")
+        return "".join(written)
 
     def _value(self, name: str, schema: Mapping[str, Any], tool: Tool, rules: RuleWriter) -> str:
         closing = rules.literal(self.closing)
@@ -86,7 +99,8 @@ class ParameterArguments:
         of_string = next((one for one in schema.get("anyOf", ()) if one.get("type") == "string"), schema)
         choices = of_string.get("enum", [of_string["const"]] if "const" in of_string else None)
         if choices is not None:
-            texts = [one for one in choices if isinstance(one, str)] + ["null"] * (kind == "null")
+            texts = [one for one in choices if isinstance(one, str)]
+            texts += ["null"] * (kind == "null" and not self.string_name_end)
             return f"({' | '.join(map(rules.literal, texts))}) {closing}"
         low, high = of_string.get("minLength", 0), of_string.get("maxLength", "")
         known = {"type", "anyOf", "minLength", "maxLength", "title", "description", "default", "examples"}
@@ -98,12 +112,13 @@ class ParameterArguments:
             )
         if not isinstance(low, int) or not isinstance(high, int | str):
             raise InvalidParameterError(f"properties.{name}: minLength and maxLength must be integers.")
-        regex = f"(?s:.{{{low},{high}}})" if low or high != "" else "(?s:.*)"
-        mark = self.closing.lstrip("\n")
-        if rules.first(mark) is None:
-            return rules.add("text", f"/{regex}/ {json.dumps(self.closing)}", "lazy")
-        breaks = "\\n" * (len(self.closing) - len(mark))  # of the text's expression, which would swallow them
-        return f"{rules.add('text', f'/{regex}{breaks}/')} {rules.literal(mark)}"
+        pattern = f"(?s:.{{{low},{high}}})" if low or high != "" else "(?s:.*)"
+        mark = rules.first(self.closing)
+        if mark is None:
+            return rules.add("text", f"/{pattern}/ {json.dumps(self.closing)}", "lazy")
+        before, token, rest = mark  # the text's expression would swallow what stands before the token
+        behind = f"{token} {rules.literal(rest)}" if rest else token
+        return f"{rules.add('text', f'/{pattern}{regex(before)}/')} {behind}"
 
 
 class KeywordArguments:
@@ -139,6 +154,8 @@ class KeywordArguments:
 JSON, KEYWORDS = JsonArguments(), KeywordArguments()
 PARAMETERS = ParameterArguments("<parameter=", ">\n", "\n</parameter>\n")
 TAGS = ParameterArguments("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n")
+SEED_PARAMETERS = ParameterArguments("<parameter=", ">", "</parameter>\n")
+NAMED_PARAMETERS = ParameterArguments('<parameter name="', '">', "</parameter>\n")
 TAGS_IN_LINE = ParameterArguments("<arg_key>", "</arg_key><arg_value>", "</arg_value>")
 
 
@@ -150,6 +167,11 @@ def json_expression(schema: Mapping[str, Any], *, lenient: bool, style: Mapping[
 def _json_rule(schema: Mapping[str, Any], tool: Tool) -> str:
     shared = {key: tool.parameters[key] for key in _OF_ROOT if key in tool.parameters}
     return json_expression({**schema, **shared}, lenient=not tool.strict)
+
+
+def regex(text: str) -> str:
+    """A text as a regular expression between slashes."""
+    return re.sub(r"([\\.+*?()|\[\]{}^$/#&~-])", r"\\\1", text).replace("\n", "\\n")
 
 
 def _json(value: Any) -> str:
@@ -278,17 +300,29 @@ class _ParameterScanner:
                 self.done = True
                 json_text += "}"
                 break
-            name, found, rest = text[len(format_.opening) :].partition(format_.name_end)
-            if not found:
+            name, end, rest = self._name(text[len(format_.opening) :])
+            if not end:
                 break
             if name not in self._schemas:
                 raise Mismatch
-            self._kind = _string_kind(self._schemas[name])
+            if format_.string_name_end:
+                self._kind = "string" if end == format_.string_name_end else None
+            else:
+                self._kind = _string_kind(self._schemas[name])
             self._in_value, text = True, rest
             json_text += ("" if self._is_first else ", ") + json.dumps(name) + ": "
             json_text += '"' if self._kind == "string" else ""
             self._is_first = False
         return json_text, text
+
+    def _name(self, text: str) -> tuple[str, str, str]:
+        """A name, what stands behind it, and the rest of the text; "" and "" if more text is needed."""
+        ends = [end for end in (self._form.name_end, self._form.string_name_end) if end and end in text]
+        if not ends:
+            return "", "", text
+        end = min(ends, key=text.index)
+        name, _, rest = text.partition(end)
+        return name, end, rest
 
     def _value(self, text: str) -> tuple[str, str, bool]:
         """JSON of a value, what is left of the text, and whether the value has ended."""

@@ -27,6 +27,8 @@ NAME: Final = Place("NAME")
 """The name of the tool."""
 ARGUMENTS: Final = Place("ARGUMENTS")
 """Its arguments, as the format's kind of arguments writes them."""
+NUMBER: Final = Place("NUMBER")
+"""A number that the model gives the call: one to six digits. It is part of the call's id."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,10 @@ class RuleWriter(Protocol):
         """The expression for a text."""
         ...
 
-    def first(self, text: str) -> tuple[str, str] | None:
-        """The expression for the control token with which a text begins, and the rest of it; None if with none."""
+    def first(self, text: str) -> tuple[str, str, str] | None:
+        """The text before the first control token, the expression for that token, and the rest; None if there is no
+        control token.
+        """
         ...
 
     def add(self, name: str, body: str, options: str = "") -> str:
@@ -130,6 +134,7 @@ class ToolFormat:
         at_start: calls have no marker of their own: they stand at the beginning of the text, or there are none.
         in_template: texts that the chat templates of these models have; all of them. Empty: of no template.
         id_length: characters of a call's id, letters and digits; 0: any id will do, such as call_1f2e...
+        id_pattern: what a call's id is made of, where the model writes it: a text with {name} and {number}.
         most: calls of one turn; None: any number.
     """
 
@@ -143,6 +148,7 @@ class ToolFormat:
     at_start: bool = False
     in_template: tuple[str, ...] = ()
     id_length: int = 0
+    id_pattern: str = ""
     most: int | None = None
 
     @property
@@ -160,13 +166,15 @@ class ToolFormat:
 
     def render(self, calls: Sequence[tuple[Tool, Mapping[str, Any]]]) -> str:
         """The text that a model writes for these calls. Texts that may be missing are."""
-        written = ["".join(self._written(part, *call) for part in self.call) for call in calls]
+        written = ["".join(self._written(part, i, *call) for part in self.call) for i, call in enumerate(calls)]
         opening = "".join(part for part in self.opening if isinstance(part, str))
         return opening + self.between.join(written) + self.closing
 
-    def _written(self, part: Part, tool: Tool, arguments: Mapping[str, Any]) -> str:
+    def _written(self, part: Part, number: int, tool: Tool, arguments: Mapping[str, Any]) -> str:
         if part is NAME:
             return tool.name
+        if part is NUMBER:
+            return str(number)
         if part is ARGUMENTS:
             return self.arguments.render(tool, arguments)
         return part if isinstance(part, str) else ""

@@ -8,8 +8,17 @@ model's chat template), and which text no other models' templates have.
 from collections.abc import Sequence
 from typing import TypeVar
 
-from jpaged.text.turns.arguments import JSON, KEYWORDS, PARAMETERS, TAGS, TAGS_IN_LINE
-from jpaged.text.turns.declarations import ARGUMENTS, NAME, Maybe, ReasoningFormat, ToolFormat
+from jpaged.text.turns.arguments import (
+    JSON,
+    KEYWORDS,
+    NAMED_PARAMETERS,
+    PARAMETERS,
+    SEED_PARAMETERS,
+    TAGS,
+    TAGS_IN_LINE,
+    ParameterArguments,
+)
+from jpaged.text.turns.declarations import ARGUMENTS, NAME, NUMBER, Maybe, ReasoningFormat, ToolFormat
 
 HARMONY = ToolFormat(  # GPT-OSS
     name="harmony",
@@ -49,6 +58,29 @@ DEEPSEEK_V31 = ToolFormat(
     arguments=JSON,
     closing="<｜tool▁calls▁end｜>",
     in_template=("<｜tool▁calls▁begin｜>",),
+)
+DEEPSEEK_V32 = ToolFormat(
+    name="deepseek_v32",
+    opening=("<｜DSML｜function_calls>", "\n"),
+    # Of a call without arguments the model's encoder writes an empty line.
+    call=('<｜DSML｜invoke name="', NAME, '">\n', ARGUMENTS, Maybe("\n"), "</｜DSML｜invoke>\n"),
+    arguments=ParameterArguments(
+        '<｜DSML｜parameter name="', '" string="false">', "</｜DSML｜parameter>\n", '" string="true">'
+    ),
+    closing="</｜DSML｜function_calls>",
+    in_template=("DSML", "function_calls>"),
+)
+KIMI_K2 = ToolFormat(  # and K2 Thinking
+    name="kimi_k2",
+    opening=("<|tool_calls_section_begin|>",),
+    call=(
+        *("<|tool_call_begin|>", "functions.", NAME, ":", NUMBER),
+        *("<|tool_call_argument_begin|>", ARGUMENTS, "<|tool_call_end|>"),
+    ),
+    arguments=JSON,
+    closing="<|tool_calls_section_end|>",
+    in_template=("<|im_middle|>", "tool_declare"),
+    id_pattern="functions.{name}:{number}",
 )
 MISTRAL_ARGS = ToolFormat(  # tokenizers from version 11 on: Devstral, Magistral
     name="mistral_args",
@@ -95,6 +127,69 @@ LLAMA3_JSON = ToolFormat(  # Llama 3.1 to 3.3, and 4 with a chat template that a
     at_start=True,
     in_template=('{"name": function name, "parameters": dictionary',),
 )
+COHERE = ToolFormat(  # Command R7B and A
+    name="cohere",
+    opening=("<|START_ACTION|>", "["),
+    call=(
+        *('\n    {"tool_call_id": "', NUMBER, '", "tool_name": "', NAME, '", "parameters": '),
+        *(ARGUMENTS, "}"),
+    ),
+    arguments=JSON,
+    between=",",
+    closing="\n]<|END_ACTION|>",
+    in_template=("<|START_ACTION|>",),
+)
+GRANITE = ToolFormat(  # Granite 3; Granite 4 writes as Hermes
+    name="granite",
+    opening=("<|tool_call|>", Maybe(" "), "["),
+    call=('{"name": "', NAME, '", "arguments": ', ARGUMENTS, "}"),
+    arguments=JSON,
+    between=", ",
+    closing="]",
+    in_template=("<|tool_call|>",),
+)
+PHI4_MINI = ToolFormat(  # where the template asks for it
+    name="phi4_mini",
+    opening=("functools[",),
+    call=('{"name": "', NAME, '", "arguments": ', ARGUMENTS, "}"),
+    arguments=JSON,
+    between=", ",
+    closing="]",
+    in_template=("functools[",),
+)
+NEMOTRON = ToolFormat(  # Llama-Nemotron
+    name="nemotron",
+    opening=("<TOOLCALL>", "["),
+    call=('{"name": "', NAME, '", "arguments": ', ARGUMENTS, "}"),
+    arguments=JSON,
+    between=", ",
+    closing="]</TOOLCALL>",
+    in_template=("<TOOLCALL>",),
+)
+OLMO3 = ToolFormat(
+    name="olmo3",
+    opening=("<function_calls>", "\n"),
+    call=(NAME, "(", ARGUMENTS, ")"),
+    arguments=KEYWORDS,
+    between="\n",
+    closing="\n</function_calls>",
+    in_template=("<function_calls>",),
+)
+SEED_OSS = ToolFormat(
+    name="seed_oss",
+    call=("<seed:tool_call>", "\n<function=", NAME, ">\n", ARGUMENTS, "</function>\n</seed:tool_call>"),
+    arguments=SEED_PARAMETERS,
+    between="\n",
+    in_template=("<seed:tool_call>",),
+)
+MINIMAX_M2 = ToolFormat(
+    name="minimax_m2",
+    opening=("<minimax:tool_call>", "\n"),
+    call=('<invoke name="', NAME, '">\n', ARGUMENTS, "</invoke>\n"),
+    arguments=NAMED_PARAMETERS,
+    closing="</minimax:tool_call>",
+    in_template=("<minimax:tool_call>",),
+)
 GLM45 = ToolFormat(  # GLM-4.5 and 4.6
     name="glm45",
     call=("<tool_call>", NAME, "\n", ARGUMENTS, "</tool_call>"),
@@ -123,7 +218,8 @@ GENERIC = ToolFormat(  # for templates that know no tools; `generic.py` tells th
 )
 
 TOOL_FORMATS = (
-    *(HARMONY, QWEN3_CODER, GLM47, GLM45, DEEPSEEK_V3, DEEPSEEK_V31, MISTRAL_ARGS, MISTRAL),
+    *(HARMONY, SEED_OSS, QWEN3_CODER, MINIMAX_M2, GLM47, GLM45, KIMI_K2, COHERE, GRANITE, NEMOTRON),
+    *(DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32, OLMO3, PHI4_MINI, MISTRAL_ARGS, MISTRAL),
     *(LLAMA3_JSON, LLAMA4_PYTHONIC, PYTHONIC, HERMES, GENERIC),
 )
 
@@ -140,6 +236,22 @@ REASONING_FORMATS = (
         history_key="thinking",
     ),
     ReasoningFormat(name="seed", opening="<seed:think>", closing="</seed:think>", in_template=("<seed:think>",)),
+    ReasoningFormat(  # Command R7B and A
+        name="cohere",
+        opening="<|START_THINKING|>",
+        closing="<|END_THINKING|>",
+        channels=(("<|START_RESPONSE|>", "<|END_RESPONSE|>"),),
+        in_template=("<|START_THINKING|>", "<|START_RESPONSE|>"),
+    ),
+    ReasoningFormat(  # K2 Thinking, whose template writes nothing behind the mark
+        name="kimi_k2", opening="<think>", closing="</think>", in_template=("</think>", "<|im_middle|>")
+    ),
+    ReasoningFormat(  # Granite 3.2
+        name="granite",
+        opening="Here is my thought process:",
+        closing="Here is my response:",
+        in_template=("Here is my thought process:", "Here is my response:"),
+    ),
     ReasoningFormat(name="mistral", opening="[THINK]", closing="[/THINK]", in_template=("[THINK]",)),
     ReasoningFormat(  # GLM-4.5 and 4.6
         name="glm45",

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jpaged.api.errors import InvalidParameterError
-from jpaged.text.turns.declarations import ARGUMENTS, NAME, Maybe, Part, ReasoningFormat, Tool, ToolFormat
+from jpaged.text.turns.arguments import regex
+from jpaged.text.turns.declarations import ARGUMENTS, NAME, NUMBER, Maybe, Part, ReasoningFormat, Tool, ToolFormat
 
 TEXT = "/(?s:.*)/"
 _NO_SPACE_YET = r"[ \t\r\n]{0,8}"
@@ -66,10 +67,12 @@ class Rules:
         ]
         return " ".join(written) or '""'
 
-    def first(self, text: str) -> tuple[str, str] | None:
-        """The expression for the control token with which a text begins, and the rest of it; None if with none."""
-        found = self._pattern.match(text) if self._pattern is not None else None
-        return None if found is None else (self.literal(found[0]), text[found.end() :])
+    def first(self, text: str) -> tuple[str, str, str] | None:
+        """The text before the first control token, the expression for that token, and the rest; None if there is no
+        control token.
+        """
+        found = self._pattern.search(text) if self._pattern is not None else None
+        return None if found is None else (text[: found.start()], self.literal(found[0]), text[found.end() :])
 
     def add(self, name: str, body: str, options: str = "") -> str:
         """Adds a rule; returns its name, which is unique. A name in capitals is a terminal's."""
@@ -111,7 +114,11 @@ def turn_grammar(turn: TurnRules, control_tokens: Mapping[str, int]) -> str:
     if calls is not None and turn.calls == "required":
         body = calls.alone()
     elif channels:
-        body = f"{rules.literal(channels[0][0])} {content or TEXT}"
+        opening, closing = channels[0]
+        said = f"{content or TEXT} {rules.literal(closing) if closing else ''}"
+        if closing and content is None and rules.first(closing) is None:  # which any text would swallow
+            said = rules.add("said", f"{TEXT} {json.dumps(closing)}", "lazy")
+        body = f"{rules.literal(opening)} {said}"
     elif calls is not None and content is None:
         body = calls.behind_text()
     else:
@@ -129,7 +136,7 @@ def _reasoning(turn: TurnRules, rules: Rules) -> Callable[[str], str]:
     if form is None or turn.reasons == "over":
         return lambda gap: ""
     token = rules.first(form.closing)
-    if token is not None:
+    if token is not None and not token[0]:
         limit = "" if turn.budget is None else f"max_tokens={turn.budget}"
         thought = "" if turn.budget == 0 else rules.add("reasoning", TEXT, limit) + " "
         thought += rules.literal(form.closing)
@@ -180,7 +187,9 @@ class _Calls:
         behind = (*self._form.opening, *self._form.call)[1:]
         token = rules.first(marker)
         if token is not None:
-            opened, rest = f"{TEXT} {token[0]}", token[1]
+            before, opened, rest = token
+            # One expression for the text and what stands before the token, which the text's would swallow.
+            opened = f"/(?s:.*){regex(before)}/ {opened}"
             behind = (rest, *behind) if rest else behind
         else:
             opened = rules.add("opened", f"{TEXT} {json.dumps(marker)}", "lazy")
@@ -195,7 +204,7 @@ class _Calls:
         end = parts.index(NAME) + 2
         heads, calls = [], []
         for i, tool in enumerate(self._tools):
-            head = "".join(_regex(tool.name if part is NAME else str(part)) for part in parts[:end])
+            head = "".join(regex(tool.name if part is NAME else str(part)) for part in parts[:end])
             heads.append(head)
             name = rules.add("HEAD", f"/{_NO_SPACE_YET}{head}/")
             calls.append(f"{name} {self._sequence(parts[end:], i)}")
@@ -215,16 +224,13 @@ class _Calls:
         """Parts of a call of one tool; literals that follow each other as one, which is fewer pieces to scan."""
         expressions, text = [], ""
         for part in parts:
-            if part is ARGUMENTS or isinstance(part, Maybe):
+            if part is ARGUMENTS or part is NUMBER or isinstance(part, Maybe):
                 expressions += [self._rules.literal(text)] if text else []
-                optional = self._rules.literal(part.text) + "?" if isinstance(part, Maybe) else ""
-                expressions.append(optional or self._arguments[i])
+                if isinstance(part, Maybe):
+                    expressions.append(self._rules.literal(part.text) + "?")
+                else:
+                    expressions.append(self._arguments[i] if part is ARGUMENTS else "/[0-9]{1,6}/")
                 text = ""
             else:
                 text += self._tools[i].name if part is NAME else str(part)
         return " ".join([*expressions, self._rules.literal(text)] if text else expressions)
-
-
-def _regex(text: str) -> str:
-    """A text as a regular expression between slashes."""
-    return re.sub(r"([\\.+*?()|\[\]{}^$/#&~-])", r"\\\1", text).replace("\n", "\\n")

@@ -14,6 +14,7 @@ from jpaged.text.turns.arguments import held_back
 from jpaged.text.turns.declarations import (
     ARGUMENTS,
     NAME,
+    NUMBER,
     Maybe,
     Mismatch,
     Part,
@@ -25,6 +26,8 @@ from jpaged.text.turns.declarations import (
 from jpaged.text.turns.grammar import Reasons
 
 _SPACES = " \t\r\n"
+_MAX_DIGITS = 6
+"""Of a call's number."""
 _SHOWS_MARK = 4
 """Characters of a mark at the end of a turn that is cut off, which are taken for its beginning; fewer are text."""
 
@@ -32,11 +35,12 @@ _SHOWS_MARK = 4
 @dataclass
 class CallDelta:
     """News of a call. index: of the call in its turn. name: with the first news of a call, else None. arguments: more
-    of the JSON."""
+    of the JSON. id: with the name, if the model wrote one."""
 
     index: int
     name: str | None
     arguments: str
+    id: str | None = None
 
 
 @dataclass
@@ -64,6 +68,7 @@ class TurnParser:
         reasoning: None if none is expected.
         reasons: where the prompt leaves it.
         required: whether there must be calls, and nothing else behind the reasoning.
+        continues: the turn has begun before, so that white space at its beginning is part of it.
 
     Attributes:
         num_calls: that have begun. is_inside_call: whether the last of them is incomplete.
@@ -76,6 +81,7 @@ class TurnParser:
         reasoning: ReasoningFormat | None = None,
         reasons: Reasons = "over",
         required: bool = False,
+        continues: bool = False,
     ) -> None:
         self._form = tool_format
         self._required = required
@@ -90,11 +96,13 @@ class TurnParser:
         if reasoning is not None and reasons != "over":
             self._state = self._inside_reasoning if reasons == "open" else self._before
         self._may_reason = reasoning is not None and reasons == "free"
-        self._drops_space = reasons == "open"
+        self._drops_space = reasons == "open" and not continues
         self._channel_end = ""
         self._parts: tuple[Part, ...] = ()  # of the call that is being read, what is left of it
         self._held = ""  # of a call that has no name yet, what was read
         self._tool: Tool | None = None
+        self._number = ""
+        self._ids: set[str] = set()
         self._scanner: Scanner | None = None
 
     @property
@@ -257,7 +265,7 @@ class TurnParser:
         return marker
 
     def _expect(self, parts: tuple[Part, ...]) -> None:
-        self._parts, self._tool, self._scanner = parts, None, None
+        self._parts, self._tool, self._scanner, self._number = parts, None, None, ""
 
     def _in_call(self) -> None:
         """Reads the parts of a call. Its news begin with its arguments; until then its text is held."""
@@ -279,6 +287,8 @@ class TurnParser:
             self._read_arguments()
         elif part is NAME:
             self._read_name()
+        elif part is NUMBER:
+            self._read_number()
         else:
             text = part.text if isinstance(part, Maybe) else str(part)
             found = self._begins(text)
@@ -310,6 +320,15 @@ class TurnParser:
                 return
         raise Mismatch
 
+    def _read_number(self) -> None:
+        digits = self._buffer[: len(self._buffer) - len(self._buffer.lstrip("0123456789"))]
+        if digits == self._buffer and not self._ended:
+            raise _NeedsMore
+        if not 0 < len(digits) <= _MAX_DIGITS:
+            raise Mismatch
+        self._number = digits
+        self._use(len(digits))
+
     def _may_stand_behind_name(self, text: str) -> bool:
         behind = self._parts[1]
         if behind is ARGUMENTS:
@@ -332,9 +351,19 @@ class TurnParser:
     def _begin_call(self, tool: Tool) -> None:
         assert self._form is not None
         self._scanner = self._form.arguments.scanner(tool)
-        self._delta.calls.append(CallDelta(self.num_calls, tool.name, ""))
+        self._delta.calls.append(CallDelta(self.num_calls, tool.name, "", self._written_id(tool)))
         self.num_calls += 1
         self._held = ""
+
+    def _written_id(self, tool: Tool) -> str | None:
+        """The id that the model wrote; None if it wrote none, or that of an earlier call."""
+        if self._form is None or not self._form.id_pattern or not self._number:
+            return None
+        written = self._form.id_pattern.format(name=tool.name, number=self._number)
+        if written in self._ids:
+            return None
+        self._ids.add(written)
+        return written
 
     def _more_arguments(self, json_text: str) -> None:
         index = self.num_calls - 1
