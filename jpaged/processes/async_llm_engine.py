@@ -14,6 +14,7 @@ other replicas take them over at once. Noise is keyed by seed and position, so t
 """
 
 import asyncio
+import contextlib
 import itertools
 import os
 import time
@@ -27,6 +28,7 @@ from jpaged.api.errors import (
     InvalidParameterError,
     JPagedError,
     UnsupportedParameterError,
+    error_of,
 )
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import SamplingParams
@@ -368,13 +370,19 @@ class AsyncLLMEngine:
             raise EngineRestartingError("An engine process is being started again; it cannot sleep until it serves.")
         if any(answer.requests for answer in (await self._fleet.ask(wire.GetRequests(1), wire.Requests)).values()):
             return False  # else replicas that have nothing to do would sleep, and refuse what comes to them meanwhile
-        asked = len(self._requests.serving())
-        answers = await self._fleet.ask(wire.Sleep(level), wire.Changed)
+        asked = self._requests.serving()
+        try:
+            answers = await self._fleet.ask(wire.Sleep(level), wire.Changed)
+        except JPagedError:
+            with contextlib.suppress(JPagedError):
+                await self.wake_up()
+            raise
         self._requests.router.forget_prefixes()
-        if len(answers) == asked and all(answer.value for answer in answers.values()):
+        has_ended = any(replica.ready is None for replica in asked)  # even if it had answered
+        if not has_ended and all(answer.value for answer in answers.values()):
             return True
         await self.wake_up()
-        if len(answers) < asked:
+        if has_ended:
             raise EngineRestartingError("An engine process ended when it was to sleep; try again once it serves.")
         return False  # a request has come meanwhile
 
@@ -417,7 +425,13 @@ class AsyncLLMEngine:
         try:
             self._requests.router.forget_prefixes()
             question = wire.UpdateWeights(shared.path, shared.arrays, partial, in_flight)
-            answers = await self._fleet.ask(question, wire.Changed)
+            answers = await self._fleet.ask_each(question)
+            refusals = [answer for answer in answers.values() if isinstance(answer, wire.Error)]
+            if refusals:
+                for replica in self._requests.serving():  # all or none: the next process is given what this one had
+                    if isinstance(answers.get(replica), wire.Changed):
+                        self._fleet.replace(replica, "It took weights that another replica refused")
+                raise error_of(refusals[0].kind, refusals[0].message)
             if not answers:  # those that take their place are given what they had
                 raise EngineRestartingError(
                     "The engine process ended while it took the weights; the next one goes on with those that it had."
@@ -431,7 +445,7 @@ class AsyncLLMEngine:
         for one in replaced:
             one.close()
         for replica in self._requests.serving():
-            if replica.index not in answers:  # it has been started again meanwhile
+            if replica not in answers:  # it has been started again meanwhile, whether or not the one before had them
                 self._restore(replica)
 
     async def pause(self) -> None:

@@ -15,6 +15,8 @@ full_disk                    no room for temporary files and the log while an en
                              mount a file system, and is left out without
 reset_prefix_cache           200 while nothing runs, else 409
 sleep, sleep_busy            the engine sleeps and wakes up; while requests run it has to refuse, whole
+sleep_killed, wake_up_killed SIGKILL to an engine or API process while the engine falls asleep or wakes up; then it has
+                             to wake up, whole
 mute_client                  takes nothing of a large answer: it has to be cut off
 
 Every answer must be that of a calm run before. Before and after, when all is quiet, the server is counted: processes,
@@ -60,7 +62,7 @@ MOST_STEP_FILES = 10
 DISK_MIB = 16
 TROUBLES = (
     *("kill_engine", "kill_engines", "kill_api", "kill_helper", "pause_engine", "hang_engine", "full_disk"),
-    *("reset_prefix_cache", "sleep", "sleep_busy", "mute_client"),
+    *("reset_prefix_cache", "sleep", "sleep_busy", "sleep_killed", "wake_up_killed", "mute_client"),
 )
 MUTE_PROMPT, MUTE_TOKENS = 97, 900
 OPTIONS = (
@@ -196,13 +198,22 @@ class Soak:
         answer = StreamedAnswer()
         sock = _request(self.server, asked.path, _streaming(asked))
         reader, writer = await asyncio.open_connection(sock=sock, limit=2048)
+        unread = b""
+
+        async def next_line() -> bytes:  # one may be longer than what is read ahead
+            nonlocal unread
+            while b"\n" not in unread and (piece := await reader.read(512)):
+                unread += piece
+            line, end, unread = unread.partition(b"\n")
+            return line + end
+
         try:
-            status = await reader.readline()
+            status = await next_line()
             if not status:
                 raise ConnectionResetError
             if b" 200 " not in status:
                 raise RuntimeError(f"{status!r} {(await reader.read())!r}")
-            while line := await reader.readline():
+            while line := await next_line():
                 if len(line) > 1:
                     self.progress += 1
                     await asyncio.sleep(0.02)
@@ -237,12 +248,16 @@ class Troubles:
         await self._end_engines(self._server.engines())
 
     async def kill_api(self) -> None:
+        await self._end_api()
+
+    async def _end_api(self) -> int:
         self._soak.api_killed()
         victim = self._draw.choice(_running(self._server, "api_process"))
         os.kill(victim, signal.SIGKILL)
         while len(left := _running(self._server, "api_process")) < API_WORKERS or victim in left:
             await asyncio.sleep(0.05)
         self._soak.api_killed()
+        return victim
 
     async def kill_helper(self) -> None:
         helpers = [pid for pid, role in _roles(self._server) if role == "helper"]
@@ -296,6 +311,37 @@ class Troubles:
         if await self._post("/sleep", 200, 409) == 200:  # nothing happened to run
             await self._post("/wake_up", 200)
 
+    async def sleep_killed(self) -> None:
+        await self._killed_amid("/sleep?level=1")
+
+    async def wake_up_killed(self) -> None:
+        await self._killed_amid("/wake_up")
+
+    async def _killed_amid(self, path: str) -> None:
+        """Kills an engine or an API process at a random moment of a call, then wakes all up. Nobody asks meanwhile."""
+        async with self._soak.quiet():
+            await self._idle()
+            if path == "/wake_up":
+                await self._post("/sleep", 200)
+            call = asyncio.ensure_future(self._ask("POST", path))
+            await asyncio.sleep(self._draw.random() * 0.02)
+            is_engine = self._draw.random() < 0.5
+            if is_engine:
+                victim = self._draw.choice(self._server.engines())
+                _kill(victim)
+                self.num_restarts += 1
+            else:
+                victim = await self._end_api()
+            status = (await call).status_code
+            if status not in (200, 503):  # 503: an engine process ended when it was to sleep
+                self._soak.failures.append(f"{path}: {status} {call.result().text}")
+            if is_engine:
+                while victim in self._server.engines():
+                    await asyncio.sleep(0.05)
+                await self._serving()
+            await self._post("/wake_up", 200)
+        await self._soak.moved()
+
     async def mute_client(self) -> None:
         prompt = list(range(3, 3 + MUTE_PROMPT))  # nobody else's has this length
         body = {"prompt": prompt, "n": 8, "logprobs": 20, "max_tokens": MUTE_TOKENS, "ignore_eos": True, "stream": True}
@@ -321,6 +367,10 @@ class Troubles:
 
     async def _recovered(self) -> None:
         """Waits until all replicas serve, and requests get on: who kills twice before that makes suspects."""
+        await self._serving()
+        await self._soak.moved()
+
+    async def _serving(self) -> None:
         end = time.monotonic() + 120
         while True:
             text = await self._get("/metrics")
@@ -329,7 +379,6 @@ class Troubles:
             if time.monotonic() > end:
                 raise RuntimeError("a replica does not serve again")
             await asyncio.sleep(0.2)
-        await self._soak.moved()
 
     async def _idle(self) -> None:
         """Waits until the server has noticed that nobody asks for anything any more."""
