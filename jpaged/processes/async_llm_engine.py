@@ -18,7 +18,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 from jpaged.api.checks import check_bool, check_choice
@@ -27,6 +27,7 @@ from jpaged.api.errors import (
     EngineRestartingError,
     InvalidParameterError,
     JPagedError,
+    OutOfMemoryError,
     UnsupportedParameterError,
     error_of,
 )
@@ -402,6 +403,7 @@ class AsyncLLMEngine:
             partial, in_flight: as there.
         Raises:
             InvalidParameterError: as there; all replicas go on with the weights that they have.
+            OutOfMemoryError: as there; all replicas sleep on, without weights.
             EngineRestartingError: a replica's process is being started again; or all ended while they took the weights,
                 for want of memory say, and go on with those that they had.
             UnsupportedParameterError: another process has started the engine processes; call it there.
@@ -428,10 +430,9 @@ class AsyncLLMEngine:
             answers = await self._fleet.ask_each(question)
             refusals = [answer for answer in answers.values() if isinstance(answer, wire.Error)]
             if refusals:
-                for replica in self._requests.serving():  # all or none: the next process is given what this one had
-                    if isinstance(answers.get(replica), wire.Changed):
-                        self._fleet.replace(replica, "It took weights that another replica refused")
-                raise error_of(refusals[0].kind, refusals[0].message)
+                error = error_of(refusals[0].kind, refusals[0].message)
+                await self._take_back([one for one in answers if isinstance(answers[one], wire.Changed)], error)
+                raise error
             if not answers:  # those that take their place are given what they had
                 raise EngineRestartingError(
                     "The engine process ended while it took the weights; the next one goes on with those that it had."
@@ -447,6 +448,18 @@ class AsyncLLMEngine:
         for replica in self._requests.serving():
             if replica not in answers:  # it has been started again meanwhile, whether or not the one before had them
                 self._restore(replica)
+
+    async def _take_back(self, takers: Sequence[AsyncLink], error: JPagedError) -> None:
+        """Has no replica keep weights that another one refused. A process started again has those before."""
+        asleep: dict[AsyncLink, wire.Reply] = {}
+        if takers and isinstance(error, OutOfMemoryError):  # all sleep at level 2, and may do so on
+            asleep = await self._fleet.ask_each(wire.Sleep(2))
+        for replica in takers:
+            sleeps = asleep.get(replica)
+            if replica.ready is not None and not (isinstance(sleeps, wire.Changed) and sleeps.value):
+                self._fleet.replace(
+                    replica, "It took weights that another replica refused"
+                )  # the next is given those before
 
     async def pause(self) -> None:
         """Dispatches no step until `resume`. What was in flight has ended when it returns, and the devices are idle.

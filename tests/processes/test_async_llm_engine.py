@@ -434,12 +434,26 @@ def test_a_process_that_took_new_weights_and_ended_before_the_others_had_them_le
     play_replicas(scene)
 
 
-def test_weights_that_one_replica_refuses_no_replica_keeps():
+def test_replicas_that_sleep_give_weights_back_for_which_another_one_has_no_memory():
     async def scene(played):
         update = asyncio.ensure_future(played.engine.update_weights(WEIGHTS))
         await played.processes[0].answer(UpdateWeights, TAKEN)
         await played.processes[1].answer(UpdateWeights, NO_MEMORY)
+        for process in played.processes:
+            await process.answer(Sleep, TAKEN)
         with pytest.raises(OutOfMemoryError, match="no memory for them"):
+            await update
+        assert played.killed == []
+
+    play_replicas(scene)
+
+
+def test_weights_that_one_replica_refuses_no_replica_keeps():
+    async def scene(played):
+        update = asyncio.ensure_future(played.engine.update_weights(WEIGHTS))
+        await played.processes[0].answer(UpdateWeights, TAKEN)
+        await played.processes[1].answer(UpdateWeights, Error("InvalidParameterError", "cannot be mapped"))
+        with pytest.raises(InvalidParameterError, match="cannot be mapped"):
             await update
         assert played.killed == [0]
         assert "another replica refused" in played.engine._fleet.keeper.last_words[0]
