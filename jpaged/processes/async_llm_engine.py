@@ -451,7 +451,7 @@ class AsyncLLMEngine:
 
     async def _take_back(self, takers: Sequence[AsyncLink], error: JPagedError) -> None:
         """Has no replica keep weights that another one refused. A process started again has those before."""
-        asleep: dict[AsyncLink, wire.Reply] = {}
+        asleep: dict[AsyncLink, wire.Reply | wire.Error] = {}
         if takers and isinstance(error, OutOfMemoryError):  # all sleep at level 2, and may do so on
             asleep = await self._fleet.ask_each(wire.Sleep(2))
         for replica in takers:

@@ -133,7 +133,9 @@ class Fleet:
                 raise error_of(answer.kind, answer.message)
         return {replica.index: answer for replica, answer in answers.items() if isinstance(answer, kind)}
 
-    async def ask_each(self, question: wire.Question, timeout_s: float | None = None) -> dict[AsyncLink, wire.Reply]:
+    async def ask_each(
+        self, question: wire.Question, timeout_s: float | None = None
+    ) -> dict[AsyncLink, wire.Reply | wire.Error]:
         """The same; returns refusals, too, and which process said what: one that has answered may have been replaced
         before the last one does.
         """

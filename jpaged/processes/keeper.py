@@ -190,7 +190,10 @@ class EngineKeeper:
     async def _recover(self, replica: int) -> None:
         """Starts a process that has ended again, or gives it up."""
         processes, limit = self._processes, self._limits[replica]
-        code = await asyncio.to_thread(processes.end, replica, _LAST_WORDS_S)
+        try:
+            code = await asyncio.to_thread(processes.end, replica, _LAST_WORDS_S)
+        except RuntimeError:  # no thread can be started
+            code = processes.end(replica, 0.0)
         if self._stopped:
             return
         which = "The engine process" if processes.num_replicas == 1 else f"The engine process of replica {replica}"

@@ -421,7 +421,7 @@ class ReplicatedEngine(RequestIntake):
                 raise error_of(value.kind, value.message)
         return [value for value in values if isinstance(value, kind)]
 
-    def _ask_each(self, question: wire.Question) -> list[wire.Reply]:
+    def _ask_each(self, question: wire.Question) -> list[wire.Reply | wire.Error]:
         """The same, with the errors that it raised."""
         self._check_alive()
         call_id = next(self._call_ids)

@@ -15,8 +15,8 @@ full_disk                    no room for temporary files and the log while an en
                              mount a file system, and is left out without
 reset_prefix_cache           200 while nothing runs, else 409
 sleep, sleep_busy            the engine sleeps and wakes up; while requests run it has to refuse, whole
-sleep_killed, wake_up_killed SIGKILL to an engine or API process while the engine falls asleep or wakes up; then it has
-                             to wake up, whole
+sleep_killed, wake_up_killed SIGKILL to an engine process, then to an API process, while the engine falls asleep or
+                             wakes up; then it has to wake up, whole
 mute_client                  takes nothing of a large answer: it has to be cut off
 
 Every answer must be that of a calm run before. Before and after, when all is quiet, the server is counted: processes,
@@ -33,12 +33,11 @@ import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +46,7 @@ import msgspec
 
 from tests.support.request_mix import Asked, StreamedAnswer, difference, request_mix, whole_answer
 from tests.support.served import Server
+from tests.support.small_disk import filled, small_disk
 from tests.tiny_models import DEMO_OPTIONS
 
 MARK = "JPAGED_SOAK"
@@ -59,7 +59,7 @@ MEMORY_GROWTH, MEMORY_MARGIN_MIB = 1.1, 24.0
 POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
 """The most that asyncio's pool has, which starts them one by one. A thread for each trouble would be more."""
 MOST_STEP_FILES = 10
-DISK_MIB = 16
+DISK_KIB = 16 << 10
 TROUBLES = (
     *("kill_engine", "kill_engines", "kill_api", "kill_helper", "pause_engine", "hang_engine", "full_disk"),
     *("reset_prefix_cache", "sleep", "sleep_busy", "sleep_killed", "wake_up_killed", "mute_client"),
@@ -250,14 +250,13 @@ class Troubles:
     async def kill_api(self) -> None:
         await self._end_api()
 
-    async def _end_api(self) -> int:
+    async def _end_api(self) -> None:
         self._soak.api_killed()
         victim = self._draw.choice(_running(self._server, "api_process"))
         os.kill(victim, signal.SIGKILL)
         while len(left := _running(self._server, "api_process")) < API_WORKERS or victim in left:
             await asyncio.sleep(0.05)
         self._soak.api_killed()
-        return victim
 
     async def kill_helper(self) -> None:
         helpers = [pid for pid, role in _roles(self._server) if role == "helper"]
@@ -284,13 +283,8 @@ class Troubles:
 
     async def full_disk(self) -> None:
         assert self._disk is not None
-        filler = self._disk / "filler"
-        with filler.open("wb") as file, contextlib.suppress(OSError):
-            while True:
-                file.write(bytes(1 << 16))
-                file.flush()
-        await self.kill_engine()
-        filler.unlink()
+        with filled(self._disk):
+            await self.kill_engine()
 
     async def reset_prefix_cache(self) -> None:
         await self._post("/reset_prefix_cache", 200, 409)
@@ -318,29 +312,30 @@ class Troubles:
         await self._killed_amid("/wake_up")
 
     async def _killed_amid(self, path: str) -> None:
-        """Kills an engine or an API process at a random moment of a call, then wakes all up. Nobody asks meanwhile."""
+        """Kills an engine process at a random moment of a call, then an API process at one of another call, and wakes
+        all up. Nobody asks meanwhile.
+        """
         async with self._soak.quiet():
-            await self._idle()
-            if path == "/wake_up":
-                await self._post("/sleep", 200)
-            call = asyncio.ensure_future(self._ask("POST", path))
-            await asyncio.sleep(self._draw.random() * 0.02)
-            is_engine = self._draw.random() < 0.5
-            if is_engine:
-                victim = self._draw.choice(self._server.engines())
-                _kill(victim)
-                self.num_restarts += 1
-            else:
-                victim = await self._end_api()
-            status = (await call).status_code
-            if status not in (200, 503):  # 503: an engine process ended when it was to sleep
-                self._soak.failures.append(f"{path}: {status} {call.result().text}")
-            if is_engine:
-                while victim in self._server.engines():
-                    await asyncio.sleep(0.05)
-                await self._serving()
-            await self._post("/wake_up", 200)
+            for kill in (self._end_idle_engine, self._end_api):
+                await self._idle()
+                if path == "/wake_up":
+                    await self._post("/sleep", 200)
+                call = asyncio.ensure_future(self._ask("POST", path))
+                await asyncio.sleep(self._draw.random() * 0.02)
+                await kill()
+                answer = await call
+                if answer.status_code not in (200, 503):  # 503: an engine process ended when it was to sleep
+                    self._soak.failures.append(f"{path}: {answer.status_code} {answer.text}")
+                await self._post("/wake_up", 200)
         await self._soak.moved()
+
+    async def _end_idle_engine(self) -> None:
+        pid = self._draw.choice(self._server.engines())
+        _kill(pid)
+        self.num_restarts += 1
+        while pid in self._server.engines():
+            await asyncio.sleep(0.05)
+        await self._serving()
 
     async def mute_client(self) -> None:
         prompt = list(range(3, 3 + MUTE_PROMPT))  # nobody else's has this length
@@ -558,25 +553,8 @@ def _marked(mark: str) -> list[int]:
     return found
 
 
-@contextlib.contextmanager
-def _small_disk(parent: Path) -> Iterator[Path | None]:
-    """A file system of its own; None where this user may not mount any."""
-    path = parent / "disk"
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(path)]
-    try:
-        mounted = subprocess.run(command, capture_output=True).returncode == 0
-    except FileNotFoundError:
-        mounted = False
-    try:
-        yield path if mounted else None
-    finally:
-        if mounted:
-            subprocess.run(["umount", "--lazy", str(path)], check=False)
-
-
 def drill(args: argparse.Namespace) -> bool:
-    with tempfile.TemporaryDirectory() as name, _small_disk(Path(name)) as disk:
+    with tempfile.TemporaryDirectory() as name, small_disk(Path(name), DISK_KIB) as disk:
         directory, mark = disk or Path(name), f"{os.getpid()}-{time.monotonic_ns()}"
         (Path(name) / "sitecustomize.py").write_text(_CLOCK)
         temporary = directory / "tmp"

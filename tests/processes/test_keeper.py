@@ -67,11 +67,11 @@ def test_a_process_that_cannot_be_started_at_the_moment_is_tried_again(starts):
     run(scene)
 
 
-def test_a_process_whose_last_steps_cannot_be_written_is_started_again(starts, monkeypatch):
-    def no_thread(*_):
+def test_a_process_that_ends_while_no_thread_can_be_started_is_started_again(starts, monkeypatch):
+    async def no_thread(*_):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(keeper, "write_last_steps", no_thread)
+    monkeypatch.setattr(asyncio, "to_thread", no_thread)
 
     async def scene(processes, kept, told):
         kept.kill(0)
