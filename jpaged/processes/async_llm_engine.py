@@ -14,10 +14,11 @@ other replicas take them over at once. Noise is keyed by seed and position, so t
 """
 
 import asyncio
+import contextlib
 import itertools
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 from jpaged.api.checks import check_bool, check_choice
@@ -26,7 +27,9 @@ from jpaged.api.errors import (
     EngineRestartingError,
     InvalidParameterError,
     JPagedError,
+    OutOfMemoryError,
     UnsupportedParameterError,
+    error_of,
 )
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import SamplingParams
@@ -368,13 +371,19 @@ class AsyncLLMEngine:
             raise EngineRestartingError("An engine process is being started again; it cannot sleep until it serves.")
         if any(answer.requests for answer in (await self._fleet.ask(wire.GetRequests(1), wire.Requests)).values()):
             return False  # else replicas that have nothing to do would sleep, and refuse what comes to them meanwhile
-        asked = len(self._requests.serving())
-        answers = await self._fleet.ask(wire.Sleep(level), wire.Changed)
+        asked = self._requests.serving()
+        try:
+            answers = await self._fleet.ask(wire.Sleep(level), wire.Changed)
+        except JPagedError:
+            with contextlib.suppress(JPagedError):
+                await self.wake_up()
+            raise
         self._requests.router.forget_prefixes()
-        if len(answers) == asked and all(answer.value for answer in answers.values()):
+        has_ended = any(replica.ready is None for replica in asked)  # even if it had answered
+        if not has_ended and all(answer.value for answer in answers.values()):
             return True
         await self.wake_up()
-        if len(answers) < asked:
+        if has_ended:
             raise EngineRestartingError("An engine process ended when it was to sleep; try again once it serves.")
         return False  # a request has come meanwhile
 
@@ -394,6 +403,7 @@ class AsyncLLMEngine:
             partial, in_flight: as there.
         Raises:
             InvalidParameterError: as there; all replicas go on with the weights that they have.
+            OutOfMemoryError: as there; all replicas sleep on, without weights.
             EngineRestartingError: a replica's process is being started again; or all ended while they took the weights,
                 for want of memory say, and go on with those that they had.
             UnsupportedParameterError: another process has started the engine processes; call it there.
@@ -417,7 +427,12 @@ class AsyncLLMEngine:
         try:
             self._requests.router.forget_prefixes()
             question = wire.UpdateWeights(shared.path, shared.arrays, partial, in_flight)
-            answers = await self._fleet.ask(question, wire.Changed)
+            answers = await self._fleet.ask_each(question)
+            refusals = [answer for answer in answers.values() if isinstance(answer, wire.Error)]
+            if refusals:
+                error = error_of(refusals[0].kind, refusals[0].message)
+                await self._take_back([one for one in answers if isinstance(answers[one], wire.Changed)], error)
+                raise error
             if not answers:  # those that take their place are given what they had
                 raise EngineRestartingError(
                     "The engine process ended while it took the weights; the next one goes on with those that it had."
@@ -431,8 +446,20 @@ class AsyncLLMEngine:
         for one in replaced:
             one.close()
         for replica in self._requests.serving():
-            if replica.index not in answers:  # it has been started again meanwhile
+            if replica not in answers:  # it has been started again meanwhile, whether or not the one before had them
                 self._restore(replica)
+
+    async def _take_back(self, takers: Sequence[AsyncLink], error: JPagedError) -> None:
+        """Has no replica keep weights that another one refused. A process started again has those before."""
+        asleep: dict[AsyncLink, wire.Reply | wire.Error] = {}
+        if takers and isinstance(error, OutOfMemoryError):  # all sleep at level 2, and may do so on
+            asleep = await self._fleet.ask_each(wire.Sleep(2))
+        for replica in takers:
+            sleeps = asleep.get(replica)
+            if replica.ready is not None and not (isinstance(sleeps, wire.Changed) and sleeps.value):
+                self._fleet.replace(
+                    replica, "It took weights that another replica refused"
+                )  # the next is given those before
 
     async def pause(self) -> None:
         """Dispatches no step until `resume`. What was in flight has ended when it returns, and the devices are idle.

@@ -72,6 +72,7 @@ class Fleet:
         self._connecting: set[asyncio.Task[None]] = set()
         self._call_ids = itertools.count(1)
         self._calls: dict[int, tuple[AsyncLink, asyncio.Future[wire.Answer | None]]] = {}
+        self._told: dict[int, AsyncLink] = {}  # by call
 
     @property
     def is_kept_elsewhere(self) -> bool:
@@ -124,28 +125,44 @@ class Fleet:
     ) -> dict[int, _AnswerT]:
         """Asks every replica that serves; returns the answers by replica number, of those that have come in time.
 
-        kind: the type of the answers.
+        kind: the type of the answers. Raises the error of one that refuses.
+        """
+        answers = await self.ask_each(question, timeout_s)
+        for answer in answers.values():
+            if isinstance(answer, wire.Error):
+                raise error_of(answer.kind, answer.message)
+        return {replica.index: answer for replica, answer in answers.items() if isinstance(answer, kind)}
+
+    async def ask_each(
+        self, question: wire.Question, timeout_s: float | None = None
+    ) -> dict[AsyncLink, wire.Reply | wire.Error]:
+        """The same; returns refusals, too, and which process said what: one that has answered may have been replaced
+        before the last one does.
         """
         await self.ready()
         self.check_alive()
-        futures: dict[int, asyncio.Future[wire.Answer | None]] = {}
+        futures: dict[AsyncLink, asyncio.Future[wire.Answer | None]] = {}
         for replica in self.requests.serving():
             call_id = next(self._call_ids)
-            futures[replica.index] = asyncio.get_running_loop().create_future()
-            self._calls[call_id] = replica, futures[replica.index]
+            futures[replica] = asyncio.get_running_loop().create_future()
+            self._calls[call_id] = replica, futures[replica]
             replica.send(wire.Call(call_id, question))
         if futures:
             await asyncio.wait(futures.values(), timeout=timeout_s)
-        came = {index: future.result() for index, future in futures.items() if future.done()}
-        answers = {index: answer for index, answer in came.items() if answer is not None}  # the others have ended
-        for answer in answers.values():
-            if isinstance(answer.value, wire.Error):
-                raise error_of(answer.value.kind, answer.value.message)
-        return {index: answer.value for index, answer in answers.items() if isinstance(answer.value, kind)}
+        came = {replica: future.result() for replica, future in futures.items() if future.done()}
+        return {replica: answer.value for replica, answer in came.items() if answer is not None}  # the others ended
 
     def tell(self, replica: AsyncLink, question: wire.Question) -> None:
-        """Asks one, whatever it answers."""
-        replica.send(wire.Call(next(self._call_ids), question))
+        """Asks one. If it refuses, another process takes its place."""
+        call_id = next(self._call_ids)
+        self._told[call_id] = replica
+        replica.send(wire.Call(call_id, question))
+
+    def replace(self, replica: AsyncLink, reason: str) -> None:
+        """Ends a process that is of no more use; another one takes its place, and its requests. For the process that
+        keeps them.
+        """
+        self._end(replica, EngineDeadError(reason))
 
     async def shutdown(self) -> None:
         """Ends all requests, and the engine processes if this process keeps them. A second call does nothing."""
@@ -169,12 +186,16 @@ class Fleet:
             replica.close()
 
     def _take(self, replica: AsyncLink, message: wire.FromEngine) -> None:
+        if replica.lost:  # another process has its requests
+            return
         if isinstance(message, wire.Step):
             self.requests.take_step(replica, message)
         elif isinstance(message, wire.Answer):
-            call = self._calls.pop(message.call_id, None)
+            call, told = self._calls.pop(message.call_id, None), self._told.pop(message.call_id, None)
             if call is not None and not call[1].done():
                 call[1].set_result(message)
+            if told is not None and isinstance(message.value, wire.Error):
+                self.replace(told, f"It could not go on where the one before it was: {message.value.message}")
         elif isinstance(message, wire.Refused):
             self.requests.refuse(message)
         elif isinstance(message, wire.Trial):
@@ -234,6 +255,7 @@ class Fleet:
             if asked is replica and not future.done():
                 future.set_result(None)
         self._calls = {call_id: call for call_id, call in self._calls.items() if call[0] is not replica}
+        self._told = {call_id: told for call_id, told in self._told.items() if told is not replica}
         self.requests.hold(replica)
         self.requests.hand_on()
 
@@ -268,8 +290,12 @@ class Fleet:
             except EOFError:  # that process has ended, and this one is about to
                 asyncio.get_running_loop().remove_reader(self._handover)
                 return
-            if isinstance(packet, handover.Replaced) and sock is not None:
-                self._replaced(packet.replica, sock)
+            if isinstance(packet, handover.Replaced):
+                if sock is not None:
+                    self._replaced(packet.replica, sock)
+                else:  # where this was the last replica, this process ends, and another one takes its place
+                    what = f"No descriptor was left for the socket to replica {packet.replica}; raise `ulimit -n`."
+                    self._given_up(packet.replica, EngineDeadError(what))
             elif isinstance(packet, handover.GivenUp):
                 self._given_up(packet.replica, EngineDeadError(packet.message))
 

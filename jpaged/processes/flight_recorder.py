@@ -140,16 +140,21 @@ def last_steps(pulse: Pulse) -> list[dict[str, Any]]:
 
 
 def write_last_steps(pulse: Pulse, cause: str, args: Mapping[str, Any], number: int) -> Path | None:
-    """Writes them to a file among the temporary files, which only this user can read; None if there are none, or the
-    file cannot be written.
+    """Writes them to a file among the temporary files, which only this user can read; None if there are none, or they
+    cannot be read or written, for want of descriptors or room.
 
     cause: why the process ended. args: of its engine. number: of this file among those of this process; the latest
     `MOST_FILES` are kept.
     """
-    steps = last_steps(pulse)
-    if not steps:
+    name = f"jpaged-steps-{os.getpid()}-{number % MOST_FILES}.json"
+    try:
+        steps = last_steps(pulse)
+        if not steps:
+            return None
+        path = Path(tempfile.gettempdir()) / name  # which fails where no directory has room
+    except OSError as error:
+        log.warning("%s cannot be written: %s", name, error.strerror)
         return None
-    path = Path(tempfile.gettempdir()) / f"jpaged-steps-{os.getpid()}-{number % MOST_FILES}.json"
     written = time.time()  # noqa: TID251  # a date
     content = json.dumps({"cause": cause, "written": written, "args": args, "steps": steps}, default=str)
     try:

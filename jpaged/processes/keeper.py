@@ -190,7 +190,10 @@ class EngineKeeper:
     async def _recover(self, replica: int) -> None:
         """Starts a process that has ended again, or gives it up."""
         processes, limit = self._processes, self._limits[replica]
-        code = await asyncio.to_thread(processes.end, replica, _LAST_WORDS_S)
+        try:
+            code = await asyncio.to_thread(processes.end, replica, _LAST_WORDS_S)
+        except RuntimeError:  # no thread can be started
+            code = processes.end(replica, 0.0)
         if self._stopped:
             return
         which = "The engine process" if processes.num_replicas == 1 else f"The engine process of replica {replica}"
@@ -199,12 +202,7 @@ class EngineKeeper:
             what = f"{which} {hung}"
         if words := self.last_words.pop(replica, ""):
             what = f"{which} has ended. {words.rstrip('.')}"
-        path = await asyncio.to_thread(
-            write_last_steps, processes.pulses[replica], what, asdict(processes.args), self._num_written
-        )
-        if path is not None:
-            self._num_written += 1
-            log.error("the last steps of replica %d are in %s (jpaged bench steps --replay)", replica, path)
+        await self._write_last_steps(replica, what)
         was_of_use = processes.pulses[replica].num_steps > 0
         while (wait_s := limit.wait_s(was_of_use)) is not None:
             log.error("%s; starting it again%s (%s)", what, f" in {wait_s:g} s" if wait_s else "", limit)
@@ -219,6 +217,18 @@ class EngineKeeper:
             self._hand_over(replica, sockets)
             return
         self._give_up(replica, EngineDeadError(f"{what}; start it anew."))
+
+    async def _write_last_steps(self, replica: int, what: str) -> None:
+        """Writes what a process did last, if that is possible: requests wait for the next one."""
+        pulse, args = self._processes.pulses[replica], asdict(self._processes.args)
+        try:
+            path = await asyncio.to_thread(write_last_steps, pulse, what, args, self._num_written)
+        except Exception:  # a defect of the recorder, or no thread can be started
+            log.exception("the last steps of replica %d cannot be written", replica)
+            return
+        if path is not None:
+            self._num_written += 1
+            log.error("the last steps of replica %d are in %s (jpaged bench steps --replay)", replica, path)
 
     def _hand_over(self, replica: int, sockets: Sequence[socket.socket]) -> None:
         """A process was started again. sockets: to it, one for each client, this process's first."""

@@ -35,6 +35,7 @@ from jpaged.api.errors import (
     EngineDeadError,
     InvalidParameterError,
     JPagedError,
+    OutOfMemoryError,
     UnsupportedParameterError,
     error_of,
     shown,
@@ -291,7 +292,9 @@ class ReplicatedEngine(RequestIntake):
         share. weights: a mapping, nested or flat, from names to arrays, such as an `nnx.State`.
 
         Raises:
-            InvalidParameterError: as there; all replicas go on with the weights that they have.
+            InvalidParameterError: as there; all replicas go on with the weights that they have. If only some can take
+                these, the engine is of no more use.
+            OutOfMemoryError: as there; all replicas sleep on, without weights.
         """
         check_choice("in_flight", in_flight, InFlight)
         check_bool("partial", partial)
@@ -299,9 +302,23 @@ class ReplicatedEngine(RequestIntake):
         shared = SharedWeights(weights)
         try:
             self._router.forget_prefixes()
-            self._change(wire.UpdateWeights(shared.path, shared.arrays, partial, in_flight))
+            values = self._ask_each(wire.UpdateWeights(shared.path, shared.arrays, partial, in_flight))
+            refusals = [error_of(value.kind, value.message) for value in values if isinstance(value, wire.Error)]
+            if refusals:
+                if len(refusals) < len(values):
+                    self._take_back(refusals[0])
+                raise refusals[0]
+            self._keep_to_least([value for value in values if isinstance(value, wire.Changed)])
         finally:
             shared.close()
+
+    def _take_back(self, error: JPagedError) -> None:
+        """Has no replica keep weights that another one has refused."""
+        if isinstance(error, OutOfMemoryError):  # all sleep at level 2, and may do so on
+            self._ask_all(wire.Sleep(2), wire.Changed)
+        else:
+            self._ended = f"Only some replicas took the weights ({error}); start another engine."
+            self._finalizer()
 
     def weights_as(self, form: str) -> Any:
         """Refuses: arrays of other processes' devices are not to be had here.
@@ -398,6 +415,14 @@ class ReplicatedEngine(RequestIntake):
 
         Raises: what it raised in one of them.
         """
+        values = self._ask_each(question)
+        for value in values:
+            if isinstance(value, wire.Error):
+                raise error_of(value.kind, value.message)
+        return [value for value in values if isinstance(value, kind)]
+
+    def _ask_each(self, question: wire.Question) -> list[wire.Reply | wire.Error]:
+        """The same, with the errors that it raised."""
         self._check_alive()
         call_id = next(self._call_ids)
         message = wire.frame(wire.Call(call_id, question))
@@ -408,24 +433,18 @@ class ReplicatedEngine(RequestIntake):
             while replica.answer is None or replica.answer.call_id != call_id:
                 self._receive(replica)
             values.append(replica.answer.value)
-        for value in values:
-            if isinstance(value, wire.Error):
-                raise error_of(value.kind, value.message)
-        return [value for value in values if isinstance(value, kind)]
+        return values
 
     def _change(
-        self,
-        question: wire.ResetPrefixCache
-        | wire.PinPrefix
-        | wire.UnpinPrefix
-        | wire.Sleep
-        | wire.WakeUp
-        | wire.UpdateWeights,
+        self, question: wire.ResetPrefixCache | wire.PinPrefix | wire.UnpinPrefix | wire.Sleep | wire.WakeUp
     ) -> list[int]:
         """Changes the replicas or their prefix caches, and with them a request's limits, which pinned blocks lower."""
         answers = self._ask_all(question, wire.Changed)
-        self._inputs.limits = RequestLimits.least(answer.limits for answer in answers)
+        self._keep_to_least(answers)
         return [answer.value for answer in answers]
+
+    def _keep_to_least(self, answers: Sequence[wire.Changed]) -> None:
+        self._inputs.limits = RequestLimits.least(answer.limits for answer in answers)
 
     def _death(self, replica: _Replica) -> EngineDeadError:
         """Why a replica does not answer."""

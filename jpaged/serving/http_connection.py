@@ -6,6 +6,9 @@
 
 What stands between and behind the chunks of a body is counted likewise, from one piece of the body to the next.
 
+Connections leave some of the process's descriptors free; one too many gets a 503. Else a flood of them would keep an
+engine process that has ended from being started again.
+
 An answer waits while its client takes none of it (`--send-timeout`), and no more of it is written meanwhile; then the
 connection is cut, which aborts the request. When the server drains, it waits less long.
 
@@ -18,6 +21,7 @@ with the connection.
 """
 
 import asyncio
+import resource
 from typing import Any
 
 import httptools
@@ -33,6 +37,8 @@ _DRAINING_SEND_S = 5.0
 """The most that an answer waits for its client when the server drains."""
 _OFFER = (b"upgrade", b"connection")
 """Headers that offer another protocol."""
+_KEPT_DESCRIPTORS = 256
+"""For other things than connections; half of all where there are fewer than twice as many."""
 
 
 def limited_protocol(limits: ServerLimits) -> type[HttpToolsProtocol]:
@@ -42,16 +48,24 @@ def limited_protocol(limits: ServerLimits) -> type[HttpToolsProtocol]:
         pass
 
     LimitedHttpConnection.limits = limits
+    LimitedHttpConnection.most_connections = most_connections()
     return LimitedHttpConnection
+
+
+def most_connections() -> int | None:
+    """How many connections this process may have at once; None: any number."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if most == resource.RLIM_INFINITY else most - min(_KEPT_DESCRIPTORS, most // 2)
 
 
 class HttpConnection(HttpToolsProtocol):
     """One connection of a client.
 
-    limits: of its headers.
+    limits: of its headers. most_connections: at once.
     """
 
     limits: ServerLimits
+    most_connections: int | None = None
     _deadline: asyncio.TimerHandle | None = None
     _in_headers = False
     _header_bytes = 0
@@ -64,7 +78,10 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._arm()
+        if self.most_connections is not None and len(self.connections) > self.most_connections:
+            self._refuse(ApiError(503, f"{self.most_connections} connections are open already; try again later."))
+        else:
+            self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()

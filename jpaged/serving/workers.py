@@ -80,7 +80,7 @@ class _Worker:
         self._limit = RestartLimit(most_restarts)
 
     async def begin(self, engine: AsyncLLMEngine, sockets: Sequence[socket.socket | None]) -> None:
-        """Starts the process. sockets: to the replicas."""
+        """Starts the process. sockets: to the replicas; closed here. Raises OSError if it cannot be started."""
         ours, theirs = handover.socket_pair()
         assert engine.keeper is not None
         engine.keeper.add_client(self.number, ours)
@@ -88,18 +88,20 @@ class _Worker:
         start.engine_fds = [None if sock is None else sock.fileno() for sock in sockets]
         start.handover_fd = theirs.fileno()
         fds = (*start.engine_fds, start.handover_fd, start.board_fd, start.clients_fd, start.listen_fd)
-        self.process = await asyncio.create_subprocess_exec(
-            *python_command("jpaged.serving.api_process"),
-            stdin=PIPE,
-            pass_fds=[fd for fd in fds if fd is not None],
-            env=package_environment(os.environ),
-        )
+        try:
+            self.process = await asyncio.create_subprocess_exec(
+                *python_command("jpaged.serving.api_process"),
+                stdin=PIPE,
+                pass_fds=[fd for fd in fds if fd is not None],
+                env=package_environment(os.environ),
+            )
+        finally:
+            for sock in (theirs, *sockets):
+                if sock is not None:
+                    sock.close()
         assert self.process.stdin is not None
         self.process.stdin.write(msgspec.json.encode(start))
         self.process.stdin.close()
-        for sock in (theirs, *sockets):
-            if sock is not None:
-                sock.close()
 
     async def keep(self, engine: AsyncLLMEngine, processes: EngineProcesses) -> None:
         """Starts the process again whenever it ends. Raises EngineDeadError when that is too often."""
@@ -110,13 +112,19 @@ class _Worker:
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             what = f"API process {self.process.pid} ended with {how}"
             processes.links[0].board.clear_gauges(self.number)
-            wait_s = self._limit.wait_s(time.monotonic() - begun > _OF_USE_S)
-            if wait_s is None:
-                log.error("%s; the others drain", what)  # which may take a while
-                raise EngineDeadError(f"{what}; start the server anew.")
-            log.error("%s; starting it again%s (%s)", what, f" in {wait_s:g} s" if wait_s else "", self._limit)
-            await asyncio.sleep(wait_s)
-            await self.begin(engine, processes.new_client())
+            was_of_use = time.monotonic() - begun > _OF_USE_S
+            while True:
+                wait_s = self._limit.wait_s(was_of_use)
+                if wait_s is None:
+                    log.error("%s; the others drain", what)  # which may take a while
+                    raise EngineDeadError(f"{what}; start the server anew.")
+                log.error("%s; starting it again%s (%s)", what, f" in {wait_s:g} s" if wait_s else "", self._limit)
+                await asyncio.sleep(wait_s)
+                try:
+                    await self.begin(engine, processes.new_client())
+                    break
+                except OSError as error:  # the machine has no memory, processes or files to spare at the moment
+                    what, was_of_use = f"An API process cannot be started ({error})", False
 
 
 async def supervise(

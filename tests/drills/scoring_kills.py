@@ -2,11 +2,13 @@
 
     python -m tests.drills.scoring_kills --kills 10 --workers 1
     python -m tests.drills.scoring_kills --kills 10 --workers 2 --format parquet
+    python -m tests.drills.scoring_kills --kills 0 --full-disks 4       fills the output's disk at random, not kills
 
 The embedded model scores made-up rows of all three kinds. Each kill is a SIGKILL to the command at a random moment
 after it has finished a first shard (one kill in five: at a random moment of its start); then the command is started
 again. When it ends by itself, its output must be that of the whole run, byte for byte, with every row once; with kills
-left, a new output is begun.
+left, a new output is begun. With --full-disks the output lies on a small file system with too little room, again and
+again: the command must say so and exit with 1, and with room it must go on (needs the right to mount a file system).
 """
 
 import argparse
@@ -19,6 +21,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from tests.support.small_disk import filled, small_disk
 
 STORY = "Once upon a time there was a little fox who lived in the house by the sea and had a lantern, a friend, a dog"
 
@@ -73,9 +77,37 @@ def run(
     return time.monotonic() - begun if begun is not None else 0.0
 
 
+def fill_disks(source: Path, whole: Path, args: argparse.Namespace, rng: random.Random) -> None:
+    """Scores with too little room, several times for each output, and at last with enough."""
+    size = whole.stat().st_size
+    # Its shards, the output put together from them, and something to spare.
+    with small_disk(whole.parent, 3 * size >> 10) as disk:
+        if disk is None:
+            raise SystemExit("--full-disks needs the right to mount a file system.")
+        output = disk / f"out.{args.format}"
+        manifest = Path(f"{output}.parts") / "manifest.jsonl"
+        left = sorted(rng.uniform(0, 1.8 * size) for _ in range(args.full_disks))
+        for number, left_bytes in enumerate(left, 1):
+            taken = sum(path.stat().st_size for path in manifest.parent.glob("*")) if manifest.parent.exists() else 0
+            with filled(disk, max(0, int(left_bytes) - taken)):
+                ended = subprocess.run(command(source, output, args), stderr=subprocess.PIPE, text=True)
+            if ended.returncode != 1 or "free some space" not in ended.stderr:
+                raise SystemExit(f"With a full disk it ended with {ended.returncode}: {ended.stderr}")
+            if output.exists() or "Traceback" in ended.stderr:
+                raise SystemExit(f"With a full disk it left an output, or said: {ended.stderr}")
+            print(f"full disk {number}: room for {int(left_bytes)} bytes, {shards_in(manifest)} shards finished")
+        run(command(source, output, args), manifest)
+        if output.read_bytes() != whole.read_bytes():
+            raise SystemExit(f"{output} differs from {whole}.")
+        if left_over := [path.name for path in disk.iterdir() if path != output]:
+            raise SystemExit(f"{left_over} are left over.")
+        print(f"{len(left)} full disks, then the output is identical", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--full-disks", type=int, default=0, metavar="N", help="runs with too little room")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--rows", type=int, default=900)
     parser.add_argument("--shard-size", type=int, default=20_000, help="characters")
@@ -95,6 +127,10 @@ def main() -> None:
     seconds = run(command(source, whole, args), manifest_of(whole))
     assert seconds is not None
     print(f"from its first shard on, a whole run takes {seconds:.1f} s", flush=True)
+    if args.full_disks:
+        fill_disks(source, whole, args, rng)
+    if not args.kills:
+        return
 
     kills = outputs = kept = 0
     while kills < args.kills:

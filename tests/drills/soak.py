@@ -15,6 +15,8 @@ full_disk                    no room for temporary files and the log while an en
                              mount a file system, and is left out without
 reset_prefix_cache           200 while nothing runs, else 409
 sleep, sleep_busy            the engine sleeps and wakes up; while requests run it has to refuse, whole
+sleep_killed, wake_up_killed SIGKILL to an engine process, then to an API process, while the engine falls asleep or
+                             wakes up; then it has to wake up, whole
 mute_client                  takes nothing of a large answer: it has to be cut off
 
 Every answer must be that of a calm run before. Before and after, when all is quiet, the server is counted: processes,
@@ -31,12 +33,11 @@ import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ import msgspec
 
 from tests.support.request_mix import Asked, StreamedAnswer, difference, request_mix, whole_answer
 from tests.support.served import Server
+from tests.support.small_disk import filled, small_disk
 from tests.tiny_models import DEMO_OPTIONS
 
 MARK = "JPAGED_SOAK"
@@ -57,10 +59,10 @@ MEMORY_GROWTH, MEMORY_MARGIN_MIB = 1.1, 24.0
 POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
 """The most that asyncio's pool has, which starts them one by one. A thread for each trouble would be more."""
 MOST_STEP_FILES = 10
-DISK_MIB = 16
+DISK_KIB = 16 << 10
 TROUBLES = (
     *("kill_engine", "kill_engines", "kill_api", "kill_helper", "pause_engine", "hang_engine", "full_disk"),
-    *("reset_prefix_cache", "sleep", "sleep_busy", "mute_client"),
+    *("reset_prefix_cache", "sleep", "sleep_busy", "sleep_killed", "wake_up_killed", "mute_client"),
 )
 MUTE_PROMPT, MUTE_TOKENS = 97, 900
 OPTIONS = (
@@ -196,13 +198,22 @@ class Soak:
         answer = StreamedAnswer()
         sock = _request(self.server, asked.path, _streaming(asked))
         reader, writer = await asyncio.open_connection(sock=sock, limit=2048)
+        unread = b""
+
+        async def next_line() -> bytes:  # one may be longer than what is read ahead
+            nonlocal unread
+            while b"\n" not in unread and (piece := await reader.read(512)):
+                unread += piece
+            line, end, unread = unread.partition(b"\n")
+            return line + end
+
         try:
-            status = await reader.readline()
+            status = await next_line()
             if not status:
                 raise ConnectionResetError
             if b" 200 " not in status:
                 raise RuntimeError(f"{status!r} {(await reader.read())!r}")
-            while line := await reader.readline():
+            while line := await next_line():
                 if len(line) > 1:
                     self.progress += 1
                     await asyncio.sleep(0.02)
@@ -237,6 +248,9 @@ class Troubles:
         await self._end_engines(self._server.engines())
 
     async def kill_api(self) -> None:
+        await self._end_api()
+
+    async def _end_api(self) -> None:
         self._soak.api_killed()
         victim = self._draw.choice(_running(self._server, "api_process"))
         os.kill(victim, signal.SIGKILL)
@@ -269,13 +283,8 @@ class Troubles:
 
     async def full_disk(self) -> None:
         assert self._disk is not None
-        filler = self._disk / "filler"
-        with filler.open("wb") as file, contextlib.suppress(OSError):
-            while True:
-                file.write(bytes(1 << 16))
-                file.flush()
-        await self.kill_engine()
-        filler.unlink()
+        with filled(self._disk):
+            await self.kill_engine()
 
     async def reset_prefix_cache(self) -> None:
         await self._post("/reset_prefix_cache", 200, 409)
@@ -295,6 +304,38 @@ class Troubles:
     async def sleep_busy(self) -> None:
         if await self._post("/sleep", 200, 409) == 200:  # nothing happened to run
             await self._post("/wake_up", 200)
+
+    async def sleep_killed(self) -> None:
+        await self._killed_amid("/sleep?level=1")
+
+    async def wake_up_killed(self) -> None:
+        await self._killed_amid("/wake_up")
+
+    async def _killed_amid(self, path: str) -> None:
+        """Kills an engine process at a random moment of a call, then an API process at one of another call, and wakes
+        all up. Nobody asks meanwhile.
+        """
+        async with self._soak.quiet():
+            for kill in (self._end_idle_engine, self._end_api):
+                await self._idle()
+                if path == "/wake_up":
+                    await self._post("/sleep", 200)
+                call = asyncio.ensure_future(self._ask("POST", path))
+                await asyncio.sleep(self._draw.random() * 0.02)
+                await kill()
+                answer = await call
+                if answer.status_code not in (200, 503):  # 503: an engine process ended when it was to sleep
+                    self._soak.failures.append(f"{path}: {answer.status_code} {answer.text}")
+                await self._post("/wake_up", 200)
+        await self._soak.moved()
+
+    async def _end_idle_engine(self) -> None:
+        pid = self._draw.choice(self._server.engines())
+        _kill(pid)
+        self.num_restarts += 1
+        while pid in self._server.engines():
+            await asyncio.sleep(0.05)
+        await self._serving()
 
     async def mute_client(self) -> None:
         prompt = list(range(3, 3 + MUTE_PROMPT))  # nobody else's has this length
@@ -321,6 +362,10 @@ class Troubles:
 
     async def _recovered(self) -> None:
         """Waits until all replicas serve, and requests get on: who kills twice before that makes suspects."""
+        await self._serving()
+        await self._soak.moved()
+
+    async def _serving(self) -> None:
         end = time.monotonic() + 120
         while True:
             text = await self._get("/metrics")
@@ -329,7 +374,6 @@ class Troubles:
             if time.monotonic() > end:
                 raise RuntimeError("a replica does not serve again")
             await asyncio.sleep(0.2)
-        await self._soak.moved()
 
     async def _idle(self) -> None:
         """Waits until the server has noticed that nobody asks for anything any more."""
@@ -509,25 +553,8 @@ def _marked(mark: str) -> list[int]:
     return found
 
 
-@contextlib.contextmanager
-def _small_disk(parent: Path) -> Iterator[Path | None]:
-    """A file system of its own; None where this user may not mount any."""
-    path = parent / "disk"
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(path)]
-    try:
-        mounted = subprocess.run(command, capture_output=True).returncode == 0
-    except FileNotFoundError:
-        mounted = False
-    try:
-        yield path if mounted else None
-    finally:
-        if mounted:
-            subprocess.run(["umount", "--lazy", str(path)], check=False)
-
-
 def drill(args: argparse.Namespace) -> bool:
-    with tempfile.TemporaryDirectory() as name, _small_disk(Path(name)) as disk:
+    with tempfile.TemporaryDirectory() as name, small_disk(Path(name), DISK_KIB) as disk:
         directory, mark = disk or Path(name), f"{os.getpid()}-{time.monotonic_ns()}"
         (Path(name) / "sitecustomize.py").write_text(_CLOCK)
         temporary = directory / "tmp"

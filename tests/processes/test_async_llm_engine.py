@@ -6,7 +6,9 @@ import subprocess
 import sys
 import threading
 from array import array
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from jpaged.api.beam_search_params import BeamSearchParams
@@ -31,15 +33,21 @@ from jpaged.processes.wire import (
     Abort,
     Add,
     Answer,
+    Call,
+    Changed,
     Error,
     FrameReader,
+    GetRequests,
     Ready,
     Refused,
     Requests,
+    SetPaused,
     Sleep,
     Step,
     ToEngine,
     Update,
+    UpdateWeights,
+    WakeUp,
     frame,
 )
 from jpaged.serving.admission import Admission
@@ -67,14 +75,12 @@ def test_the_processes_of_the_api_do_without_jax():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
 
 
-class Played:
-    """An engine process as the test plays it, and the `AsyncLLMEngine` at the other end of its socket."""
+class PlayedProcess:
+    """An engine process as the test plays it. other_end: of its socket."""
 
-    def __init__(self, channel=None):
-        ours, theirs = socket.socketpair()
-        self.sock = theirs
-        theirs.settimeout(60)
-        self.engine = AsyncLLMEngine(EngineArgs(), link=Link([ours], Board(1, 1, NUM_COLUMNS), channel))
+    def __init__(self):
+        self.other_end, self.sock = socket.socketpair()
+        self.sock.settimeout(60)
         self._reader, self._messages = FrameReader(ToEngine), []
         self.send(READY)
 
@@ -87,6 +93,22 @@ class Played:
             data = await asyncio.to_thread(self.sock.recv, 65536)
             self._messages += self._reader.feed(data)
         return self._messages.pop(0)
+
+    async def answer(self, kind, value):
+        """Answers the next message, which must be a question of this kind."""
+        call = await self.receive()
+        assert isinstance(call, Call), call
+        assert isinstance(call.question, kind), call.question
+        self.send(Answer(call.call_id, value))
+
+
+class Played(PlayedProcess):
+    """The same, and the `AsyncLLMEngine` at the other end."""
+
+    def __init__(self, channel=None):
+        super().__init__()
+        link = Link([self.other_end], Board(1, 1, NUM_COLUMNS), channel)
+        self.engine = AsyncLLMEngine(EngineArgs(), link=link)
 
     def finished(self):
         """How many requests the metrics have seen end."""
@@ -132,7 +154,7 @@ def test_a_request_is_open_until_its_last_token_and_queued_until_its_start():
         add = await played.receive()
         assert isinstance(add, Add)
         assert played.open() == (1, 1, 3)
-        played.send(step([update(add.handle, [8])], started=[add.handle]))
+        played.send(step([update(add.handle, [8], "length")], started=[add.handle]))
         played.send(step(handles=[add.handle], tokens=[9]))
         played.send(step([update(add.handle, [10], "length")]))
         output = await asked
@@ -177,7 +199,7 @@ def test_who_stops_listening_aborts_the_request_before_or_after_its_start(num_to
         asked = asyncio.ensure_future(last(played.engine.generate([5, 6, 7], SamplingParams(max_tokens=3))))
         add = await played.receive()
         if num_tokens:
-            played.send(step([update(add.handle, [8])], started=[add.handle]))
+            played.send(step([update(add.handle, [8], "length")], started=[add.handle]))
             while played.engine.num_queued:
                 await asyncio.sleep(0.001)
         asked.cancel()
@@ -349,5 +371,181 @@ def test_an_engine_that_ends_when_it_is_to_sleep_does_not_count_as_asleep():
         assert played.engine.is_restarting
 
     ours, theirs = handover.socket_pair()
+    with ours, theirs:
+        play(scene, ours)
+
+
+class PlayedReplicas:
+    """Two replicas whose processes the test plays, and replaces.
+
+    processes: by replica. killed: replicas whose process was found to be of no more use.
+    """
+
+    def __init__(self):
+        self.processes, self.killed = [PlayedProcess(), PlayedProcess()], []
+        sockets = [process.other_end for process in self.processes]
+        self.engine = AsyncLLMEngine(EngineArgs(), link=Link(sockets, Board(1, 2, NUM_COLUMNS)))
+        keeper = Mock(last_words={}, kill=self.killed.append)
+        self.engine._fleet.keeper = keeper
+
+    async def replace(self, replica):
+        """Another process takes a replica's place, and serves."""
+        before, self.processes[replica] = self.processes[replica], PlayedProcess()
+        before.sock.close()
+        self.engine._fleet._replaced(replica, self.processes[replica].other_end)
+        while self.engine.is_restarting:
+            await asyncio.sleep(0)
+
+
+def play_replicas(scene):
+    async def run():
+        played = PlayedReplicas()
+        try:
+            async with asyncio.timeout(120):
+                await scene(played)
+        finally:
+            await played.engine.shutdown()
+            for process in played.processes:
+                process.sock.close()
+
+    asyncio.run(run())
+
+
+WEIGHTS = {"a": np.ones(3, np.float32)}
+TAKEN = Changed(1, LIMITS)
+NO_MEMORY = Error("OutOfMemoryError", "no memory for them")
+
+
+def test_a_process_that_took_new_weights_and_ended_before_the_others_had_them_leaves_them_to_the_next():
+    async def scene(played):
+        update = asyncio.ensure_future(played.engine.update_weights(WEIGHTS))
+        await played.processes[0].answer(UpdateWeights, TAKEN)
+        while len(played.engine._fleet._calls) > 1:  # until that has come
+            await asyncio.sleep(0)
+        await played.replace(0)
+        await played.processes[1].answer(UpdateWeights, TAKEN)
+        await update
+        paused = asyncio.ensure_future(played.engine.pause())
+        await played.processes[0].answer(UpdateWeights, TAKEN)
+        await played.processes[0].answer(SetPaused, TAKEN)
+        await played.processes[1].answer(SetPaused, TAKEN)
+        await paused
+
+    play_replicas(scene)
+
+
+def test_replicas_that_sleep_give_weights_back_for_which_another_one_has_no_memory():
+    async def scene(played):
+        update = asyncio.ensure_future(played.engine.update_weights(WEIGHTS))
+        await played.processes[0].answer(UpdateWeights, TAKEN)
+        await played.processes[1].answer(UpdateWeights, NO_MEMORY)
+        for process in played.processes:
+            await process.answer(Sleep, TAKEN)
+        with pytest.raises(OutOfMemoryError, match="no memory for them"):
+            await update
+        assert played.killed == []
+
+    play_replicas(scene)
+
+
+def test_weights_that_one_replica_refuses_no_replica_keeps():
+    async def scene(played):
+        update = asyncio.ensure_future(played.engine.update_weights(WEIGHTS))
+        await played.processes[0].answer(UpdateWeights, TAKEN)
+        await played.processes[1].answer(UpdateWeights, Error("InvalidParameterError", "cannot be mapped"))
+        with pytest.raises(InvalidParameterError, match="cannot be mapped"):
+            await update
+        assert played.killed == [0]
+        assert "another replica refused" in played.engine._fleet.keeper.last_words[0]
+        await played.replace(0)
+        paused = asyncio.ensure_future(played.engine.pause())
+        for process in played.processes:
+            await process.answer(SetPaused, TAKEN)  # no weights come before it
+        await paused
+
+    play_replicas(scene)
+
+
+def test_weights_that_both_replicas_refuse_cost_no_process():
+    async def scene(played):
+        update = asyncio.ensure_future(played.engine.update_weights(WEIGHTS))
+        for process in played.processes:
+            await process.answer(UpdateWeights, NO_MEMORY)
+        with pytest.raises(OutOfMemoryError, match="no memory for them"):
+            await update
+        assert played.killed == []
+
+    play_replicas(scene)
+
+
+def test_a_process_that_cannot_have_the_weights_of_the_one_before_it_is_replaced_and_its_tokens_are_not_taken():
+    async def scene(played):
+        new_weights = asyncio.ensure_future(played.engine.update_weights(WEIGHTS))
+        for process in played.processes:
+            await process.answer(UpdateWeights, TAKEN)
+        await new_weights
+        asked = asyncio.ensure_future(last(played.engine.generate([5, 6, 7], SamplingParams(max_tokens=1))))
+        add = await played.processes[0].receive()
+        await played.replace(0)
+        again = await played.processes[1].receive()
+        assert (again.handle, again.prompt) == (add.handle, add.prompt)
+        call = await played.processes[0].receive()
+        assert isinstance(call.question, UpdateWeights)
+        wrong = step([update(add.handle, [9], "length")], started=[add.handle])
+        played.processes[0].sock.sendall(frame(Answer(call.call_id, NO_MEMORY)) + frame(wrong))
+        while not played.killed:
+            await asyncio.sleep(0)
+        played.processes[1].send(step([update(add.handle, [8], "length")], started=[add.handle]))
+        assert (await asked).outputs[0].token_ids == [8]
+        assert played.killed == [0]
+
+    play_replicas(scene)
+
+
+def test_a_replica_that_ended_after_it_fell_asleep_does_not_count_as_asleep():
+    async def scene(played):
+        asked = asyncio.ensure_future(played.engine.sleep())
+        for process in played.processes:
+            await process.answer(GetRequests, Requests([]))
+        await played.processes[0].answer(Sleep, TAKEN)
+        while len(played.engine._fleet._calls) > 1:
+            await asyncio.sleep(0)
+        await played.replace(0)
+        await played.processes[1].answer(Sleep, TAKEN)
+        for process in played.processes:
+            await process.answer(WakeUp, TAKEN)
+        with pytest.raises(EngineRestartingError, match="ended when it was to sleep"):
+            await asked
+
+    play_replicas(scene)
+
+
+def test_when_one_replica_refuses_to_sleep_none_does():
+    async def scene(played):
+        asked = asyncio.ensure_future(played.engine.sleep(2))
+        for process in played.processes:
+            await process.answer(GetRequests, Requests([]))
+        await played.processes[0].answer(Sleep, TAKEN)
+        await played.processes[1].answer(Sleep, Error("InvalidParameterError", "not now"))
+        for process in played.processes:
+            await process.answer(WakeUp, TAKEN)
+        with pytest.raises(InvalidParameterError, match="not now"):
+            await asked
+
+    play_replicas(scene)
+
+
+def test_a_socket_that_is_lost_for_want_of_descriptors_ends_the_api_process_with_words():
+    ours, theirs = handover.socket_pair()
+
+    async def scene(played):
+        await played.engine.ready()
+        waiting = asyncio.ensure_future(last(played.engine.generate([5, 6], SamplingParams())))
+        await played.receive()
+        handover.send(theirs, handover.Replaced(0))  # as it arrives where the kernel could not install the socket
+        assert "No descriptor was left" in str(await played.engine.failed())
+        with pytest.raises(EngineDeadError, match="raise `ulimit -n`"):
+            await waiting
+
     with ours, theirs:
         play(scene, ours)

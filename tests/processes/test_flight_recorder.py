@@ -95,6 +95,18 @@ def test_a_full_disk_leaves_no_part_of_the_file(monkeypatch, tmp_path, caplog, r
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("limit", [resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE])
+def test_where_nothing_can_be_written_or_opened_there_is_no_file_and_no_error(monkeypatch, caplog, recorded, limit):
+    monkeypatch.setattr(tempfile, "tempdir", None)  # it looks for a directory with room
+    before = resource.getrlimit(limit)
+    resource.setrlimit(limit, (0, before[1]))
+    try:
+        assert write_last_steps(recorded[1], "It was killed", {}, 0) is None
+    finally:
+        resource.setrlimit(limit, before)
+    assert "cannot be written" in caplog.text
+
+
 def test_steps_of_the_recorded_lengths_run_again(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     engine, pulse = LLMEngine(EngineArgs(**DEMO_ENGINE, verbose=False)), Pulse.create()

@@ -67,6 +67,19 @@ def test_a_process_that_cannot_be_started_at_the_moment_is_tried_again(starts):
     run(scene)
 
 
+def test_a_process_that_ends_while_no_thread_can_be_started_is_started_again(starts, monkeypatch):
+    async def no_thread(*_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(asyncio, "to_thread", no_thread)
+
+    async def scene(processes, kept, told):
+        kept.kill(0)
+        (await told.get()).close()
+
+    run(scene)
+
+
 def test_a_process_that_can_never_be_started_is_given_up_and_all_are_told_however_long_the_error(starts):
     async def scene(processes, kept, told):
         ours, theirs = handover.socket_pair()

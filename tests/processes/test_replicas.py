@@ -64,6 +64,8 @@ class EchoEngine:
         self.num_blocks = 2000
         self.pinned: list[list[int]] = []
         self.pins = True
+        self.weights: Any = None
+        self.refuses: Exception | None = None
 
     def check_awake(self) -> None:
         """It never sleeps."""
@@ -132,7 +134,13 @@ class EchoEngine:
     def update_weights(self, weights: dict[str, np.ndarray], *, partial: bool, in_flight: str) -> None:
         if "surplus" in weights:
             raise InvalidParameterError("there is no place for 'surplus'")
+        if self.refuses is not None:
+            raise self.refuses
         self.weights = {name: array.tolist() for name, array in weights.items()}, partial, in_flight
+
+    def sleep(self, level: int) -> bool:
+        self.weights = None
+        return True
 
 
 class ReplicaThread:
@@ -343,6 +351,23 @@ def test_every_replica_takes_new_weights_or_none_does(llm):
         llm.weights_as("huggingface")
     assert [echo.weights for echo in echoes(llm.engine)] == taken
     assert llm.generate([[2, 3]], PARAMS, use_tqdm=False)[0].outputs[0].token_ids == [3]
+
+
+def test_weights_that_one_replica_has_no_memory_for_are_given_back_by_the_others(llm):
+    echoes(llm.engine)[1].refuses = OutOfMemoryError("no room for weights")
+    with pytest.raises(OutOfMemoryError, match="no room for weights"):
+        llm.update_weights({"a": np.ones(2)})
+    assert [echo.weights for echo in echoes(llm.engine)] == [None, None]
+    echoes(llm.engine)[1].refuses = None
+    llm.update_weights({"a": np.ones(2)})
+
+
+def test_an_engine_of_which_only_some_replicas_took_the_weights_serves_no_more(llm):
+    echoes(llm.engine)[1].refuses = InvalidParameterError("no descriptor to map them")
+    with pytest.raises(InvalidParameterError, match="no descriptor"):
+        llm.update_weights({"a": np.ones(2)})
+    with pytest.raises(EngineDeadError, match="Only some replicas took the weights"):
+        llm.generate([[2, 3]], PARAMS, use_tqdm=False)
 
 
 # --- what is refused at the door --------------------------------------------------------------------------------------

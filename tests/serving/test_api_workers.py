@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
+import msgspec
 import pytest
 
 from jpaged import cli
@@ -19,7 +20,9 @@ from jpaged.api.errors import InvalidParameterError, ModelNotFoundError
 from jpaged.api.sampling_params import RequestOutputKind
 from jpaged.engine.sequences.request import RequestStatus
 from jpaged.frontend.llm_engine import LLMEngine
+from jpaged.processes import keeper
 from jpaged.processes.client_requests import StepRequests
+from jpaged.serving import workers
 from jpaged.serving.limits import ServerLimits
 from jpaged.serving.options import AppOptions, ServerOptions
 from jpaged.serving.workers import supervise
@@ -300,3 +303,36 @@ def test_there_is_an_api_process_for_every_four_cores_but_for_replicas_unless_th
     for given in ([], replicas, ["--api-workers", "3"], [*replicas, "--api-workers", "3"]):
         assert cli.main(["serve", *given]) == 0
     assert served == [workers, 1, 3, 3]
+
+
+def test_an_api_process_that_cannot_be_started_at_the_moment_is_tried_again(monkeypatch, caplog):
+    """The others, and the engine, go on meanwhile."""
+    errors = [BlockingIOError(11, "no processes"), OSError(24, "no files")]
+
+    async def start(*command, stdin, **options):
+        if errors:
+            raise errors.pop(0)
+        return await real("sleep", "600", stdin=stdin)
+
+    async def scene():
+        engine = SimpleNamespace(keeper=SimpleNamespace(add_client=lambda _, channel: channel.close()))
+        links = [SimpleNamespace(board=SimpleNamespace(clear_gauges=lambda _: None))]
+        processes = SimpleNamespace(links=links, new_client=list)
+        worker = workers._Worker(1, msgspec.defstruct("Start", [(name, int, 0) for name in STARTED_WITH])(), 10)
+        worker.process = ended = await real("true")
+        keep = asyncio.ensure_future(worker.keep(engine, processes))
+        while worker.process is ended and not keep.done():
+            await asyncio.sleep(0.01)
+        assert not keep.done(), keep.exception()
+        keep.cancel()
+        worker.process.kill()
+        await worker.process.wait()
+
+    real = asyncio.create_subprocess_exec
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    monkeypatch.setattr(keeper, "_FIRST_WAIT_S", 0.01)
+    asyncio.run(asyncio.wait_for(scene(), 60))
+    assert caplog.text.count("An API process cannot be started") == 2
+
+
+STARTED_WITH = ("engine_fds", "handover_fd", "board_fd", "clients_fd", "listen_fd")

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import resource
 import socket
 import threading
 import time
@@ -76,7 +77,7 @@ async def flood(request: Request) -> Response:
 FLOOD = {}
 
 
-def serving(header_timeout_s, send_timeout_s=60.0):
+def serving(header_timeout_s, send_timeout_s=60.0, most_connections=None):
     """The port of a server that gives headers, and clients who should read, so much time."""
     routes = [
         Route("/echo", echo, methods=["GET", "POST"]),
@@ -88,6 +89,7 @@ def serving(header_timeout_s, send_timeout_s=60.0):
     ]
     limits = ServerLimits(header_timeout_s=header_timeout_s, send_timeout_s=send_timeout_s, max_header_bytes=1000)
     protocol = limited_protocol(limits)
+    protocol.most_connections = most_connections or protocol.most_connections
     config = uvicorn.Config(Starlette(routes=routes), http=protocol, ws="none", lifespan="off", log_config=None)
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as sock:
@@ -271,3 +273,24 @@ def test_a_server_that_drains_does_not_wait_long_for_a_client_that_takes_nothing
             time.sleep(0.2)
         next(server, None)
         assert FLOOD["ended"].is_set()
+
+
+def test_connections_leave_descriptors_for_other_things_and_one_too_many_is_told_so():
+    for port in serving(60.0, most_connections=2):
+        idle = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(2)]
+        for one in idle:  # they are accepted
+            one.sendall(request(b"/echo"))
+            assert statuses(one.recv(65536)) == [200]
+        answer = talk(port)
+        assert statuses(answer) == [503]
+        assert b"2 connections are open already" in answer
+        idle.pop().close()
+        while statuses(talk(port, request(b"/echo", headers=b"connection: close\r\n"))) != [200]:
+            pass  # until the server has noticed
+        idle.pop().close()
+
+
+@pytest.mark.parametrize(("descriptors", "connections"), [(1024, 768), (100, 50), (resource.RLIM_INFINITY, None)])
+def test_a_process_may_have_as_many_connections_as_leave_descriptors(monkeypatch, descriptors, connections):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (descriptors, descriptors))
+    assert limited_protocol(ServerLimits()).most_connections == connections
