@@ -17,7 +17,7 @@ _REPORTS = ("jax_log", "jax_debug_log", "jax_explain_", "jax_dump_ir_", "jax_tra
 
 def jax_settings() -> dict[str, Any]:
     """All settings as they are here and now, inside their context managers too."""
-    values = {name: getattr(jax.config, name, value) for name, value in jax.config.values.items()}
+    values = {name: _value(name) for name in jax.config.values}
     return {name: value for name, value in values.items() if _is_plain(value) and name != "jax_default_device"}
 
 
@@ -29,7 +29,7 @@ def settings_of_programs() -> tuple[tuple[str, Any], ...]:
 def adopt(settings: dict[str, Any]) -> None:
     """Makes another process's settings this one's, before it opens its devices."""
     for name, value in settings.items():
-        if getattr(jax.config, name, value) != value:
+        if _value(name) != value:
             jax.config.update(name, value)
 
 
@@ -39,7 +39,7 @@ def settings_as(settings: dict[str, Any]) -> Iterator[None]:
     end."""
     with ExitStack() as stack:
         for name, value in settings.items():
-            now = getattr(jax.config, name, value)
+            now = _value(name)
             if now == value:
                 continue
             context = getattr(jax, name.removeprefix("jax_"), None)
@@ -49,6 +49,11 @@ def settings_as(settings: dict[str, Any]) -> Iterator[None]:
                 stack.callback(jax.config.update, name, now)
                 jax.config.update(name, value)
         yield
+
+
+def _value(name: str) -> Any:
+    """Here and now. Those that a context manager may change are attributes too; others are among the values alone."""
+    return getattr(jax.config, name, jax.config.values[name])
 
 
 def _is_plain(value: Any) -> bool:

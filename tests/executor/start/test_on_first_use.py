@@ -98,13 +98,14 @@ def test_a_program_is_compiled_under_the_jax_settings_of_the_start(late, monkeyp
     assert jax_settings()["jax_default_matmul_precision"] is None
 
 
-def test_settings_without_a_context_manager_are_put_back():
-    name = "jax_compiler_enable_remat_pass"
+# The second one is no attribute of `jax.config` either.
+@pytest.mark.parametrize("name", ["jax_compiler_enable_remat_pass", "jax_disable_most_optimizations"])
+def test_settings_without_a_context_manager_are_set_and_put_back(name):
     assert not hasattr(jax, name.removeprefix("jax_"))
-    before = getattr(jax.config, name)
+    before = jax.config.values[name]
     with settings_as({name: not before}):
-        assert getattr(jax.config, name) is not before
-    assert getattr(jax.config, name) is before
+        assert jax.config.values[name] is not before
+    assert jax.config.values[name] is before
 
 
 def test_a_program_that_there_is_not_is_not_compiled(late):
