@@ -135,7 +135,9 @@ class JobMaker:
                 with in_words_of(body):
                     processed = await self._engine.process(tokens, params)
             else:
-                reading = Reading(turn, turn.reasons(text), body.include_reasoning is not False)
+                continues = bool(body.continue_final_message)
+                reasons = turn.reasons(text, continues)
+                reading = Reading(turn, reasons, body.include_reasoning is not False, continues)
                 params, processed = await self._processed(body, tokens, params, reading)
             return await self._job(body, params, [processed], "messages", ticket, reading, make_answer)
 

@@ -65,11 +65,14 @@ class Turn:
         """Whether the answer's text is its content."""
         return self.tool_format is None and self.reasoning is None
 
-    def reasons(self, prompt: str) -> Reasons:
-        """Where a prompt leaves the reasoning."""
+    def reasons(self, prompt: str, continues: bool = False) -> Reasons:
+        """Where a prompt leaves the reasoning. continues: the answer goes on from the last message."""
         form = self.reasoning
         if form is None:
             return "over"
+        said = (check_messages(self.messages[-1:])[0]["content"] or "") if continues else ""
+        if said.strip() and not form.channels:
+            return "open" if form.opening in said.rpartition(form.closing)[2] else "over"
         end = prompt.rstrip()
         if end.endswith(form.opening):
             return "open"
@@ -126,16 +129,18 @@ class Turn:
 @dataclass(frozen=True)
 class Reading:
     """How the answer to a chat is read. reasons: where its prompt leaves the reasoning. shows_reasoning: or leaves it
-    out."""
+    out. continues: it goes on from the last message."""
 
     turn: Turn
     reasons: Reasons
     shows_reasoning: bool = True
+    continues: bool = False
 
     def parser(self) -> TurnParser:
         """What reads one choice."""
         turn = self.turn
-        return TurnParser(turn.tool_format, turn.tools, turn.reasoning, self.reasons, turn.calls == "required")
+        required = turn.calls == "required"
+        return TurnParser(turn.tool_format, turn.tools, turn.reasoning, self.reasons, required, self.continues)
 
     def call_id(self) -> str:
         """An id for a call."""

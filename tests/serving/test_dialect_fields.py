@@ -371,6 +371,29 @@ def test_a_template_that_only_spells_the_word_tools_is_told_of_them_in_a_message
     assert turn_of(ChatCompletionRequest(messages=[user("When?")], tools=tools), knows).template_tools == tools
 
 
+@pytest.mark.parametrize(
+    ("said", "reasons"),
+    [
+        ("<think>First I", "open"),
+        ("<think>hm</think>So", "over"),
+        ("<think>a</think>b<think>c", "open"),
+        ("So the", "over"),
+        ([{"type": "text", "text": "<think>First"}], "open"),
+        ("", "free"),
+    ],
+)
+def test_an_answer_that_goes_on_knows_whether_its_beginning_was_still_reasoning(said, reasons):
+    turn = chat_turn(
+        messages=[user("When?"), assistant(said)], chat_template="{{ messages }}<think></think>", tools=None
+    )
+    assert turn.reasons("When?", continues=True) == reasons
+    assert turn.reasons("When?") == "free"
+    if reasons == "open":
+        parser = Reading(turn, "open", continues=True).parser()
+        news = parser.feed(" think.</think>Yes", final=True)
+        assert (news.reasoning, news.content) == (" think.", "Yes")
+
+
 @pytest.fixture
 def tokenizer_with():
     def make(template):

@@ -125,6 +125,28 @@ def test_anthropics_clients_get_models_ids_and_errors_in_their_form(server):
     assert server.client.get("/v1/models/unknown").json()["error"]["code"] == "model_not_found"
 
 
+def test_an_answer_goes_on_from_the_assistants_last_message(server):
+    said = [{"role": "user", "content": STORY}, {"role": "assistant", "content": "Once upon a"}]
+    body = {"messages": said, "max_tokens": 6, "temperature": 0}
+    fields = {"continue_final_message": True, "add_generation_prompt": False}
+    fields["chat_template_kwargs"] = {"enable_thinking": False}
+    chat = server.client.post("/v1/chat/completions", json=body | fields).json()
+    answer = ask(server, **body).json()
+    assert answer["content"] == [{"type": "text", "text": chat["choices"][0]["message"]["content"]}]
+    assert answer["usage"]["output_tokens"] == 6
+    refused = ask(server, **body, thinking={"type": "enabled", "budget_tokens": 5})
+    assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert "the last message is the assistant's" in refused.json()["error"]["message"]
+
+
+def test_calls_and_users_messages_are_not_gone_on_from():
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    for content, continues in (("Once", True), ([call], None), ([{"type": "text", "text": "I look."}, call], None)):
+        told = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]
+        assert messages.chat_of(MessagesRequest(messages=told, max_tokens=3)).continue_final_message is continues
+    assert messages.chat_of(MessagesRequest(messages=told[:1], max_tokens=3)).continue_final_message is None
+
+
 def test_results_of_tools_are_told_and_counted(server):
     (call,) = ask(server, **CALLS).json()["content"]
     conversation = [

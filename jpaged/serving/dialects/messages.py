@@ -107,6 +107,16 @@ def chat_of(body: MessagesRequest, *, counts: bool = False) -> ChatCompletionReq
     _clear_thinking(body, messages)
     budget, variables = _thinking(body)
     choice, parallel = _choice(body)
+    last = messages[-1] if messages else {}
+    # The API's way of putting words into the model's mouth: the answer goes on from an assistant's last message.
+    continues = last.get("role") == "assistant" and bool(last["content"].strip()) and "tool_calls" not in last
+    if continues and variables["thinking"]:
+        raise ApiError(
+            400,
+            "thinking cannot be enabled where the last message is the assistant's: the answer goes on from it. Disable"
+            " thinking, or end with a user's message.",
+            param="thinking",
+        )
     return ChatCompletionRequest(
         model=body.model,
         messages=messages,
@@ -123,6 +133,7 @@ def chat_of(body: MessagesRequest, *, counts: bool = False) -> ChatCompletionReq
         include_reasoning=variables["thinking"] and (body.thinking or {}).get("display") != "omitted",
         chat_template_kwargs=variables,
         response_format=_format(body),
+        continue_final_message=continues or None,
     )
 
 

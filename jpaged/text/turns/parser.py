@@ -68,6 +68,7 @@ class TurnParser:
         reasoning: None if none is expected.
         reasons: where the prompt leaves it.
         required: whether there must be calls, and nothing else behind the reasoning.
+        continues: the turn has begun before, so that white space at its beginning is part of it.
 
     Attributes:
         num_calls: that have begun. is_inside_call: whether the last of them is incomplete.
@@ -80,6 +81,7 @@ class TurnParser:
         reasoning: ReasoningFormat | None = None,
         reasons: Reasons = "over",
         required: bool = False,
+        continues: bool = False,
     ) -> None:
         self._form = tool_format
         self._required = required
@@ -94,7 +96,7 @@ class TurnParser:
         if reasoning is not None and reasons != "over":
             self._state = self._inside_reasoning if reasons == "open" else self._before
         self._may_reason = reasoning is not None and reasons == "free"
-        self._drops_space = reasons == "open"
+        self._drops_space = reasons == "open" and not continues
         self._channel_end = ""
         self._parts: tuple[Part, ...] = ()  # of the call that is being read, what is left of it
         self._held = ""  # of a call that has no name yet, what was read
