@@ -2,6 +2,7 @@
 
     python -m tests.drills.survival kill --kills 20 --streams 200       SIGKILL, again and again
     python -m tests.drills.survival suspect                             a request that breaks the engine each time
+    python -m tests.drills.survival weights --kills 10                  SIGKILL while replicas take new weights
     ... [drill's options] -- --data-parallel-size 2                     what follows is for `jpaged serve`
 
 kill      Streams are greedy, seeded, for two choices, with log-probabilities, with stop strings. Each kill comes when
@@ -12,6 +13,9 @@ kill      Streams are greedy, seeded, for two choices, with log-probabilities, w
           --exact no: compare lengths and ends only, for models whose tokens may depend on what shares a step.
 suspect   A request with a certain token kills the engine, raises an error in its step, or makes the step hang. It must
           be refused, and the streams beside it end as if it had never been.
+weights   `AsyncLLMEngine` with two replicas under streams takes other weights, again and again; each time one replica
+          or both are killed at a random moment. When all serve again, all must have the new weights, or, where the call
+          said so, all the old ones; every stream must end with all its tokens.
 
 Prints a line of JSON for each kill and one at the end; exits with 1 if anything was lost.
 """
@@ -218,6 +222,68 @@ async def _with_suspect(server: Server, args: argparse.Namespace, calm: list[Any
     return report["code"] == "engine_ended" and not report["errors"] and not report["wrong"]
 
 
+def drill_weights(args: argparse.Namespace) -> bool:
+    from jpaged.models import ModelConfig, build
+    from jpaged.models.loading.live import WeightUpdater
+    from tests.test_update_weights import Reference
+    from tests.tiny_models import tiny_model, write_tiny_model
+
+    with tempfile.TemporaryDirectory() as name:
+        directory = write_tiny_model(tiny_model("llama-biases"), Path(name), use_torch=False)
+        model = build(ModelConfig.from_directory(directory), "float32")
+        read, reference = WeightUpdater(model, model, None).read, Reference(model)
+        versions = [model.init(seed) for seed in range(2)]
+        expected = [reference.greedy(version) for version in versions]
+        given = [dict(read(version, "huggingface")) for version in versions]
+        return asyncio.run(_with_new_weights(str(directory), given, expected, args))
+
+
+async def _with_new_weights(
+    directory: str, given: list[dict[str, Any]], expected: list[list[list[int]]], args: argparse.Namespace
+) -> bool:
+    from jpaged import AsyncLLMEngine, EngineArgs, SamplingParams
+    from jpaged.api.config import RestartOptions
+    from jpaged.api.errors import EngineRestartingError
+    from tests.test_update_weights import PROMPTS
+    from tests.tiny_models import TINY_ENGINE
+
+    async def tokens_of(prompt: list[int], num_tokens: int) -> list[int]:
+        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        async for output in engine.generate(prompt, params):
+            last = output
+        return list(last.outputs[0].token_ids)
+
+    args_of_engine = EngineArgs(model=directory, data_parallel_size=2, **TINY_ENGINE)
+    good, now = True, 0
+    async with AsyncLLMEngine(args_of_engine, restarts=RestartOptions(max_restarts=1000)) as engine:
+        await engine.update_weights(given[now])
+        processes = engine.keeper._processes  # type: ignore[union-attr]
+        for number in range(1, args.kills + 1):
+            streams = [asyncio.ensure_future(tokens_of([7, i], args.tokens)) for i in range(args.streams)]
+            await asyncio.sleep(random.random() * 0.2)
+            update = asyncio.ensure_future(engine.update_weights(given[1 - now]))
+            await asyncio.sleep(random.random() * args.longest_wait)
+            pids = list(processes.pids)
+            victims = random.sample(pids, random.choice((1, 2)))
+            for pid in victims:
+                os.kill(pid, signal.SIGKILL)
+            (error,) = await asyncio.gather(update, return_exceptions=True)
+            if error is None:
+                now = 1 - now
+            elif not isinstance(error, EngineRestartingError):
+                raise error
+            while set(victims) & set(processes.pids) or engine.is_restarting:
+                await asyncio.sleep(0.05)
+            lengths = {len(tokens) for tokens in await asyncio.gather(*streams)}
+            # Enough at once that both replicas have some.
+            found = await asyncio.gather(*(tokens_of(prompt, 5) for prompt in PROMPTS * 4))
+            report: dict[str, Any] = {"kill": number, "killed": len(victims), "taken": error is None}
+            report |= {"right": found == expected[now] * 4, "streams_whole": lengths == {args.tokens}}
+            print(json.dumps(report), flush=True)
+            good &= report["right"] and report["streams_whole"]
+    return good
+
+
 @contextlib.contextmanager
 def logged_server(args: argparse.Namespace, log: Any, environment: dict[str, str] | None = None) -> Any:
     options = ["--max-restarts", "1000", "--max-queued-requests", "100000", *args.serve_options]
@@ -241,9 +307,13 @@ def main() -> int:
     suspect.add_argument("--step-timeout", type=float, default=20.0, help="s")
     suspect.add_argument("--only", choices=SUSPECTS, action="append", help="may be repeated (default: all)")
     suspect.set_defaults(drill=drill_suspect)
-    for command, streams in ((kill, 200), (suspect, 12)):
+    weights = commands.add_parser("weights")
+    weights.add_argument("--kills", type=int, default=10)
+    weights.add_argument("--longest-wait", type=float, default=0.2, help="s, from the call to a kill; random")
+    weights.set_defaults(drill=drill_weights)
+    for command, streams, tokens in ((kill, 200, 400), (suspect, 12, 400), (weights, 12, 100)):
         command.add_argument("--streams", type=int, default=streams)
-        command.add_argument("--tokens", type=int, default=400)
+        command.add_argument("--tokens", type=int, default=tokens)
         command.add_argument("--exact", choices=("yes", "no"), default="yes")
     arguments, serve_options = sys.argv[1:], []
     if "--" in arguments:
