@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from jpaged.api.outputs import CompletionOutput, RequestOutput
 from jpaged.frontend.inputs import ProcessedInput
@@ -18,6 +17,8 @@ from jpaged.serving.turns import Reading, turn_of
 from jpaged.text.tokenizer import Tokenizer
 from tests.text.tokenizers_for_tests import tokenizer
 
+MODEL = Tokenizer(tokenizer("byte-level"), "some/model")
+"""One for all tests: it starts a process when it renders first."""
 THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}<think></think>"
 
 
@@ -133,8 +134,7 @@ def test_a_model_as_anthropics_clients_expect_it():
 
 
 def reading_of(chat, **fields):
-    model = Tokenizer(tokenizer("byte-level"), "some/model")
-    return Reading(turn_of(chat, model), "free", **fields)
+    return Reading(turn_of(chat, MODEL), "free", **fields)
 
 
 def answer_of(body, store):
@@ -229,7 +229,7 @@ def allowed(mode, *names):
 
 def chat_turn(**fields):
     fields = {"messages": [user("hi")], "chat_template": THINKS + "{{ tools }}", **fields}
-    return turn_of(ChatCompletionRequest(**fields), Tokenizer(tokenizer("byte-level"), "some/model"))
+    return turn_of(ChatCompletionRequest(**fields), MODEL)
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
@@ -259,8 +259,7 @@ def test_an_assistant_that_said_nothing_or_refused_may_be_told_again():
     given = [assistant(None, reasoning_content="hm"), assistant(None, refusal="No."), {"role": "assistant"}]
     assert [message["content"] for message in chat_turn(messages=given).messages] == ["", "No.", ""]
     parts = [{"type": "refusal", "refusal": "No."}]
-    model: PreTrainedTokenizerFast = tokenizer("byte-level")
-    prompt = Tokenizer(model, "some/model").chat_prompt([assistant(parts)], chat_template=THINKS)
+    prompt = MODEL.chat_prompt([assistant(parts)], chat_template=THINKS)
     assert prompt.text.startswith("No.")
 
 
@@ -322,7 +321,7 @@ def test_an_allowed_tool_of_a_chat_must_be_a_function():
         messages=[user("a")], tools=tools, tool_choice={"type": "allowed_tools", "allowed_tools": allowed}
     )
     with pytest.raises(ApiError, match=r"tool_choice.allowed_tools.tools\[1\]"):
-        turn_of(chat, Tokenizer(tokenizer("byte-level"), "some/model"))
+        turn_of(chat, MODEL)
 
 
 CUT = '{"city": "Par'
@@ -354,7 +353,6 @@ def cut_chats():
 )
 def test_a_call_whose_arguments_were_cut_may_be_sent_back(chat, template, written):
     chat.chat_template = template
-    model = Tokenizer(tokenizer("byte-level"), "some/model")
-    asked = turn_of(chat, model)
-    prompt = model.chat_prompt(asked.messages, chat_template=template, tools=asked.template_tools)
+    asked = turn_of(chat, MODEL)
+    prompt = MODEL.chat_prompt(asked.messages, chat_template=template, tools=asked.template_tools)
     assert written in prompt.text

@@ -12,6 +12,7 @@ A token's content is a fingerprint of all tokens up to it, which is what keys an
 """
 
 from collections import Counter
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -168,7 +169,7 @@ class Memory:
 
     def write(self, request: Request, start: int, stop: int) -> None:
         """Computes tokens of a sequence, and names its full blocks. Nobody else may have what is written to."""
-        prints = prints_of(self.tokens(request)[:stop].tolist())
+        prints = prints_of(tuple(self.tokens(request)[:stop].tolist()))
         for group, table in enumerate(self.slots.block_tables[:, request.slot]):
             for position in range(start, stop):
                 assert self.pool.ref_count(int(table[position // SIZE])) == 1
@@ -184,13 +185,13 @@ class Memory:
         known, tables = self.tokens(request), self.slots.table(slot)
         self.cache.register(request.block_digests, known, tables, request.num_registered_blocks, num_full, None)
         request.num_registered_blocks = max(num_full, request.num_registered_blocks)
-        prints = prints_of(known[: num_full * SIZE].tolist())
+        prints = prints_of(tuple(known[: num_full * SIZE].tolist()))
         for index, digest in enumerate(request.block_digests[:num_full]):
             for group, suffix in enumerate(self.cache._suffixes):
                 of_block = prints[index * SIZE : (index + 1) * SIZE]
                 self.content_of[digest + suffix] = [content_of(one, group) for one in of_block]
 
-    def check_sees(self, request: Request, start: int, stop: int, group: int, prints: list[int]) -> None:
+    def check_sees(self, request: Request, start: int, stop: int, group: int, prints: tuple[int, ...]) -> None:
         """Queries at start .. stop-1 find what they see in a group's table."""
         window = self.windows[group]
         first = 0 if window is None else max(0, start - window + 1)
@@ -359,7 +360,7 @@ class Memory:
         self.space.check_integrity({id(r.swap): r.swap for r in self.swapped}.values())
         for request in self.running:
             computed = int(self.slots.num_computed[request.slot])
-            prints = prints_of(self.tokens(request)[:computed].tolist())
+            prints = prints_of(tuple(self.tokens(request)[:computed].tolist()))
             for group, table in enumerate(self.slots.table(request.slot)):
                 assert self.windows[group] is not None or NULL_BLOCK not in table
                 self.check_held(group, self.content[table], table != NULL_BLOCK, prints)
@@ -370,7 +371,7 @@ class Memory:
             record = request.swap
             index = record.members.index(request)
             chunks = np.concatenate([self.host[chunk] for chunk in record.chunks])
-            prints = prints_of(request.known_token_ids()[: record.num_computed[index]].tolist())
+            prints = prints_of(tuple(request.known_token_ids()[: record.num_computed[index]].tolist()))
             for group, places in enumerate(record.places[index]):
                 self.check_held(group, chunks[places], places != NO_PLACE, prints)
         for block in self.cache.named(np.arange(self.pool.num_blocks)):
@@ -379,19 +380,26 @@ class Memory:
             for digest, (chunk, place) in self.space.tier._place_of.items():
                 assert self.host[chunk][place].tolist() == self.content_of[digest]
 
-    def check_held(self, group: int, held: np.ndarray, is_held: np.ndarray, prints: list[int]) -> None:
+    def check_held(self, group: int, held: np.ndarray, is_held: np.ndarray, prints: tuple[int, ...]) -> None:
         """The blocks that are held of a table have what belongs there, as far as it is computed: int64 [n, SIZE]."""
         computed = len(prints)
-        expected = np.array([content_of(one, group) for one in prints], np.int64)
+        expected = contents_of(prints, group)
         there = np.repeat(is_held, SIZE)[:computed]
         assert (held.reshape(-1)[:computed] == expected[: held.size])[there].all()
 
 
-def prints_of(tokens: list[int]) -> list[int]:
+@lru_cache(maxsize=1 << 12)  # each check asks for those of all sequences, most of which have not changed
+def prints_of(tokens: tuple[int, ...]) -> tuple[int, ...]:
     prints: list[int] = []
     for token in tokens:
         prints.append(fingerprint(prints[-1] if prints else 0, token))
-    return prints
+    return tuple(prints)
+
+
+@lru_cache(maxsize=1 << 12)
+def contents_of(prints: tuple[int, ...], group: int) -> np.ndarray:
+    """What a group's blocks hold for tokens of these fingerprints: int64 [tokens]."""
+    return np.array([content_of(one, group) for one in prints], np.int64)
 
 
 def request_of(request: Request, grouped: bool = True) -> Request:
