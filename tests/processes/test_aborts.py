@@ -13,6 +13,8 @@ from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from tests.tiny_models import DEMO_ENGINE
 
+pytestmark = pytest.mark.xdist_group("aborts")  # one worker, which starts one engine
+
 PROMPT = "Once upon a time"
 LONG = {"temperature": 0.0, "max_tokens": 900, "ignore_eos": True}
 
@@ -107,15 +109,16 @@ def test_one_id_or_several_are_aborted_and_others_go_on(run, kind):
 
 def test_a_request_that_waits_returns_nothing_generated(run):
     async def scene(engine):
-        running = [generate(engine, f"r{i}", n=16) for i in range(1)]
+        running = generate(engine, "r", n=16)
         await until_tokens(engine, 16)
         waiting = generate(engine, "w")
-        await asyncio.sleep(0.05)
+        while not (await engine.get_metrics()).num_waiting:
+            await asyncio.sleep(0.01)
         await engine.abort("w")
         output = await waiting
         assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("abort", [])
         await engine.abort_all()
-        await asyncio.gather(*running)
+        await running
 
     run(scene)
 

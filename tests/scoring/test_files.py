@@ -337,6 +337,8 @@ def test_a_worker_that_is_killed_at_work_is_started_again_and_nothing_is_lost_or
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
         "num_gpu_blocks_override": 256,
+        "decode_buckets": (8,),
+        "token_buckets": (64,),
         "skip_tokenizer_init": True,
         "verbose": False,
         "shard_size": 600,

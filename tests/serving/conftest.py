@@ -10,6 +10,6 @@ from tests.support.thinking_model import thinking_model
 def thinking_server(tmp_path_factory):
     """One API process, and a model whose template switches reasoning."""
     directory = tmp_path_factory.mktemp("server")
-    server = Server(directory / "log", "--model", str(thinking_model(directory / "model")), "--max-model-len", "1024")
+    server = Server(directory / "log", "--model", str(thinking_model(directory / "model")))
     yield server
     server.close()

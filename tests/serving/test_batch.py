@@ -22,8 +22,8 @@ from jpaged.serving.batch_requests import parse_request, response_line
 from jpaged.text.tokenizer import Tokenizer
 from jpaged.text.turns.declarations import Tool
 from jpaged.text.turns.formats import GENERIC
+from tests.tiny_models import DEMO_ENGINE, DEMO_OPTIONS
 
-ENGINE = ["--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "2", "--max-num-batched-tokens", "16"]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -43,10 +43,10 @@ BAD = [
     request("suffix", COMPLETIONS, prompt="a", suffix="b"),
     request("streamed", CHAT, messages=MESSAGES, stream=True),
     request("hot", COMPLETIONS, prompt="a", temperature=-1),
-    request("long", COMPLETIONS, prompt="fox " * 200),
+    request("long", COMPLETIONS, prompt="fox " * 1100),
     request("empty", COMPLETIONS, prompt=[]),
     request("roles", CHAT, messages=[{"role": "user"}]),
-    request("late", COMPLETIONS, prompt=["fine", "fox " * 200]),
+    request("late", COMPLETIONS, prompt=["fine", "fox " * 1100]),
 ]
 CONSTRAINED = [
     request("regex", COMPLETIONS, prompt="Once", max_tokens=20, structured_outputs={"regex": "[ab]{4}"}),
@@ -61,7 +61,7 @@ def run(path, lines, *options) -> tuple[int, list[dict]]:
     source = path / "in.jsonl"
     source.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     code = main(
-        ["run-batch", "-i", str(source), "-o", str(path / "out.jsonl"), "-q", "--in-process", *ENGINE, *options]
+        ["run-batch", "-i", str(source), "-o", str(path / "out.jsonl"), "-q", "--in-process", *DEMO_OPTIONS, *options]
     )
     return code, [json.loads(line) for line in (path / "out.jsonl").read_text().splitlines()]
 
@@ -86,7 +86,7 @@ def test_every_line_is_answered_in_order_with_its_text_or_its_error(tmp_path, ca
     assert statuses == [200] * 5 + [400] * 7 + [None] * 4 + [200] * 5
 
     bodies = [answer["response"]["body"] for answer in answers[:5]]
-    llm = LLM(dtype="float32", max_model_len=128, max_num_seqs=2, max_num_batched_tokens=16, verbose=False)
+    llm = LLM(**DEMO_ENGINE, verbose=False)
     prompts = ["Once upon a time", "One day", "There was"]
     params = [SamplingParams(temperature=0, max_tokens=n) for n in (12, 5, 5)]
     expected = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
@@ -116,7 +116,7 @@ def test_every_line_is_answered_in_order_with_its_text_or_its_error(tmp_path, ca
             "suffix is not supported",
             "stream is not supported in a batch",
             "temperature",
-            "max_model_len=128",
+            "max_model_len=1024",
             "empty list",
             "content",
             "tokens",
@@ -153,7 +153,7 @@ def test_a_batch_takes_what_the_server_takes_and_blames_the_field_that_is_wrong(
     assert blamed == ["max_tokens", "chat_template_kwargs", "tools", "priority", "truncate_prompt_tokens"]
     assert all("lone surrogate" in answer["response"]["body"]["error"]["message"] for answer in answers[9:11])
 
-    llm = LLM(dtype="float32", max_model_len=128, max_num_seqs=2, max_num_batched_tokens=16, verbose=False)
+    llm = LLM(**DEMO_ENGINE, verbose=False)
     [echo], beams, [salted], [chat] = (answer["response"]["body"]["choices"] for answer in answers[:4])
     [scored] = llm.generate("Once upon a time", SamplingParams(max_tokens=1, prompt_logprobs=2), use_tqdm=False)
     expected = [p[t].logprob for p, t in zip(scored.prompt_logprobs[1:], scored.prompt_token_ids[1:], strict=True)]

@@ -13,6 +13,7 @@ from jpaged.serving.embedding_protocol import EmbeddingRequest
 from jpaged.serving.jobs import truncated
 from jpaged.text.tokenizer import Tokenizer
 from tests.serving.server_process import KEY
+from tests.tiny_models import DEMO_OPTIONS
 
 torch = pytest.importorskip("torch")
 
@@ -159,9 +160,8 @@ def test_embeddings_of_a_batch_file(tmp_path, reference):
         {"custom_id": str(i), "method": "POST", "url": "/v1/embeddings", "body": body} for i, body in enumerate(lines)
     ]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in requests))
-    options = ["--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "2", "--max-num-batched-tokens", "16"]
     files = ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]
-    assert main(["run-batch", *files, "-q", "--in-process", *options]) == 1
+    assert main(["run-batch", *files, "-q", "--in-process", *DEMO_OPTIONS]) == 1
     answers = [json.loads(line)["response"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [answer["status_code"] for answer in answers] == [200, 400, 200, 400, 200]
     for text, one in zip(TEXTS, answers[0]["body"]["data"], strict=True):

@@ -63,7 +63,7 @@ def expected(directory):
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 def test_scores_are_probabilities_of_yes_among_yes_and_no(directory, expected, mode):
-    options = DEMO_ENGINE | {"max_model_len": 512, "dtype": "float32", "verbose": False, "logprobs_mode": mode}
+    options = DEMO_ENGINE | {"verbose": False, "logprobs_mode": mode}
     with LLM(directory, reranker="qwen3", **options) as llm:
         found = llm.score(QUERY, DOCUMENTS, use_tqdm=False)
         scores = [one.outputs.score for one in found]
@@ -78,7 +78,7 @@ def test_scores_are_probabilities_of_yes_among_yes_and_no(directory, expected, m
 
 
 def test_a_server_scores_and_ranks(directory, expected, tmp_path):
-    options = ("--model", str(directory), "--reranker", "qwen3", "--max-model-len", "512", "--dtype", "float32")
+    options = ("--model", str(directory), "--reranker", "qwen3")
     server = Server(tmp_path / "log", *options)
     scores = [expected(document) for document in DOCUMENTS]
     found = server.client.post("/v1/score", json={"text_1": QUERY, "text_2": DOCUMENTS}).json()
