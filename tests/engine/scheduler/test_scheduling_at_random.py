@@ -320,7 +320,7 @@ def test_snapshots_are_for_cached_prefixes_of_sequences_with_states(option):
 @pytest.mark.parametrize("depth", [0, 2])
 def test_hundreds_of_requests_come_and_go(policy, mode, groups, tokens_per_row, depth):
     """Enough for blocks, slots and the prefix cache to turn over many times; `make drill-scheduling` goes further."""
-    serve_at_random(policy, mode, groups, tokens_per_row, depth)
+    serve_at_random(policy, mode, groups, tokens_per_row, depth, num_requests=300)
 
 
 def serve_at_random(
@@ -380,12 +380,12 @@ def serve_at_random(
     drive.finish()
     stats = drive.engine.core.stats()
     assert stats.num_finished == drive.num_added
-    assert min(aborted, stopped, stats.num_preemptions) > 20
+    assert min(aborted, stopped, stats.num_preemptions) > num_requests // 30
     config = drive.engine.config
     keeps_states = config.keeps_states  # which are not swapped, and hit prefixes with snapshots alone
-    least = 150 if config.num_state_snapshots else 1000
+    least = num_requests // 2 if config.num_state_snapshots else num_requests * 5 // 3
     assert (stats.prefix_cache_hits > least) == config.enable_prefix_caching
-    assert (stats.prefix_cache_host_hits > 100) == (depth == 2 and not keeps_states)
+    assert (stats.prefix_cache_host_hits > num_requests // 6) == (depth == 2 and not keeps_states)
     assert (stats.num_swapped_in > 0) == (mode != "recompute" and not keeps_states)
     return drive
 
