@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import httpx
@@ -120,6 +120,23 @@ class Server:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+
+
+@contextlib.contextmanager
+def shared(start: Callable[[], Server]) -> Iterator[Callable[[], Server]]:
+    """A server for many tests: each call returns the one that runs. Where a test has ended it, another is started."""
+    started: list[Server] = []
+
+    def running() -> Server:
+        if not started or started[-1].process.poll() is not None:
+            started.append(start())
+        return started[-1]
+
+    try:
+        yield running
+    finally:
+        for server in started:
+            server.close()
 
 
 def ended_within(pids: Iterable[int], seconds: float) -> bool:

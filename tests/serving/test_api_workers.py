@@ -23,7 +23,7 @@ from jpaged.processes.client_requests import StepRequests
 from jpaged.serving.limits import ServerLimits
 from jpaged.serving.options import AppOptions, ServerOptions
 from jpaged.serving.workers import supervise
-from tests.serving.server_process import Server, ended_within
+from tests.serving.server_process import Server, ended_within, shared
 from tests.tiny_models import DEMO_ENGINE
 
 pytestmark = pytest.mark.xdist_group("server")
@@ -39,12 +39,17 @@ def engine():
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, engine):
+def running_server(tmp_path_factory, engine):
     """Whose replicas find the programs that the engine compiled."""
     options = ("--api-workers", "2", "--data-parallel-size", "2", "--max-queued-requests", "12")
-    server = Server(tmp_path_factory.mktemp("server") / "log", *options)
-    yield server
-    server.close()
+    log = tmp_path_factory.mktemp("server") / "log"
+    with shared(lambda: Server(log, *options, "--shutdown-timeout", "0.3")) as running:
+        yield running
+
+
+@pytest.fixture
+def server(running_server):
+    return running_server()
 
 
 def ask_at_once(server, bodies):
@@ -219,7 +224,7 @@ def test_a_killed_api_process_that_is_not_started_again_ends_the_others_and_the_
     pids = [*server.children("engine_process"), *server.children("api_process")]
     os.kill(pids[-1], signal.SIGKILL)
     assert server.process.wait(60) == 1
-    assert ended_within(pids, 20)
+    assert ended_within(pids, 60)
     ended = f"API process {pids[-1]} ended with signal 9"
     log = server.log_with(f"{ended}; start the server anew")
     assert log.index(f"{ended}; the others drain") < log.index(f"{ended}; start the server anew")
@@ -230,12 +235,11 @@ def test_a_killed_supervisor_leaves_nothing(tmp_path):
     pids = [*server.children("engine_process"), *server.children("api_process")]
     assert len(pids) == 3
     server.process.kill()
-    assert ended_within(pids, 20)
+    assert ended_within(pids, 60)
     server.close()
 
 
-def test_sigterm_drains_every_api_process(tmp_path):
-    server = Server(tmp_path / "log", "--api-workers", "2", "--shutdown-timeout", "0.3")
+def test_sigterm_drains_every_api_process(server):
     pids = [*server.children("engine_process"), *server.children("api_process")]
     streams = [server.client.stream("POST", "/v1/completions", json=LONG) for _ in range(4)]
     seen = [events(stream.__enter__()) for stream in streams]
@@ -251,8 +255,7 @@ def test_sigterm_drains_every_api_process(tmp_path):
     assert set(last) <= {"abort", "length"}
     assert "abort" in last
     assert server.process.wait(60) == 0
-    assert ended_within(pids, 20)
-    server.close()
+    assert ended_within(pids, 60)
 
 
 def test_a_tokenizer_that_is_missing_is_told_before_any_process_starts():
