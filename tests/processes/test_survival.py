@@ -19,7 +19,7 @@ from tests.tiny_models import DEMO_ENGINE
 
 pytestmark = pytest.mark.xdist_group("survival")
 
-NUM_TOKENS = 100
+NUM_TOKENS = 60
 KINDS = {
     "greedy": {"temperature": 0.0},
     "seeded": {"seed": 5},

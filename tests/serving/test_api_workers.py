@@ -29,7 +29,7 @@ from tests.tiny_models import DEMO_ENGINE
 pytestmark = pytest.mark.xdist_group("server")
 
 PROMPTS = [f"{beginning} {animal}" for beginning in ("Once upon a time a", "The") for animal in ("snail", "fox", "owl")]
-SEEDED = {"seed": 3, "max_tokens": 400}
+SEEDED = {"seed": 3, "max_tokens": 200}
 LONG = {"prompt": "A", "max_tokens": 1000, "ignore_eos": True, "stream": True}
 
 
