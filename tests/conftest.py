@@ -1,11 +1,13 @@
 """Shared by all tests: the CPU as the device, programs that compile quickly, one compilation cache for all workers,
-bytecode that is kept, few collections of garbage, and Ctrl-C that is heard.
+bytecode that is kept, few collections of garbage, memory that is given back, and Ctrl-C that is heard.
 
 `--fast` leaves only the tests named in `FAST`, without those marked `long`, and fails those that compile a program.
 """
 
+import ctypes
 import gc
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -121,6 +123,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+_LARGE_BYTES = 2 << 30
+_trim_heap = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+
+
+@pytest.hookimpl(trylast=True)  # when fixtures are gone, too
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Between two files, a process that has grown large forgets the programs that JAX has kept, and gives their memory
+    back: by the end they were gigabytes in each worker.
+    """
+    if (nextitem is None or nextitem.path != item.path) and _resident_bytes() > _LARGE_BYTES:
+        if "jax" in sys.modules:
+            sys.modules["jax"].clear_caches()
+        gc.collect()
+        if _trim_heap is not None:
+            _trim_heap(0)
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 @cache
