@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,6 @@ from jpaged.executor.mesh import DeviceMesh
 from jpaged.executor.start.cache_directories import cache_directory
 from jpaged.executor.start.compile_processes import CompileProcesses, are_many
 from jpaged.executor.start.executable_cache import KEPT_PLATFORMS, ExecutableCache
-from jpaged.executor.start.past_jax_cache import calls_python, past_jax_cache
 from jpaged.executor.start.worker_threads import WorkerThreads
 from jpaged.executor.step.compiled import CompiledProgram, Origin
 from jpaged.executor.step.held import held_shapes
@@ -81,13 +80,11 @@ class _Task:
         return partial(self._compile, lowered, time.perf_counter() - begun)
 
     def _compile(self, lowered: jax.stages.Lowered, lowering_s: float) -> CompiledProgram:
-        begun, hits, is_cpu = time.perf_counter(), _cache_hits(), self.devices[0].platform == "cpu"
-        path = None if calls_python(lowered) else self.path
-        with past_jax_cache() if is_cpu and path is not None else nullcontext():
-            compiled = lowered.compile(compiler_options=self.options)
+        begun, hits = time.perf_counter(), _cache_hits()
+        compiled = lowered.compile(compiler_options=self.options)
         origin: Origin = "compiled" if _cache_hits() == hits else "jax"
-        if path is not None and (origin == "compiled" or not is_cpu):
-            ExecutableCache.save(path, compiled)
+        if self.path is not None and (origin == "compiled" or self.devices[0].platform != "cpu"):
+            ExecutableCache.save(self.path, compiled)
         return CompiledProgram(compiled, self.signature, origin, lowering_s, time.perf_counter() - begun)
 
 
