@@ -104,8 +104,12 @@ def _cast(src: TensorHandle, dst_type: Any, of_triton: Any = interpreter_builder
 
 
 def _dot(a: TensorHandle, b: TensorHandle, d: TensorHandle, *precision: Any) -> TensorHandle:
-    """A product in the accumulator's type, where Triton's own would multiply bfloat16's bits."""
-    product = np.matmul(_floats(a).astype(d.data.dtype), _floats(b).astype(d.data.dtype))
+    """A product in the accumulator's type, where Triton's own would multiply bfloat16's bits.
+
+    Row by row: on some CPUs the order of a BLAS's sums depends on where in the tile a row stands. On a GPU it does not.
+    """
+    x, y = (_floats(one).astype(d.data.dtype) for one in (a, b))
+    product = np.matmul(x[..., :, None, :], y[..., None, :, :])[..., 0, :]
     return TensorHandle(product + d.data, d.dtype.scalar)
 
 
