@@ -1,5 +1,5 @@
-"""Triton's interpreter where there is no GPU; more threads for Pallas' interpreter, and failures for the races that it
-only prints.
+"""Triton's interpreter where there is no GPU; programs that compile quickly; more threads for Pallas' interpreter, and
+failures for the races that it only prints.
 
 Each warpgroup that waits at a barrier holds one of XLA's threads. Of those there are as many as the machine has cores;
 where that is two, none is left to run the warpgroup that the others wait for.
@@ -12,6 +12,7 @@ import pytest
 
 from jpaged.pallas_kernels.devices import default_device
 from jpaged.pallas_kernels.registry import missing
+from tests.support.quick_compilation import quick_compilation as quick_compilation
 
 if missing("hopper") is None:
     os.environ.setdefault("PJRT_NPROC", "8")  # read when JAX makes its CPU client

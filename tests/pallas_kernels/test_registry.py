@@ -183,7 +183,7 @@ def test_an_engine_takes_a_backend_from_outside(toy: Toy, tmp_path: Path, monkey
 
     monkeypatch.setattr(startup, "Compiler", Compiler)
     directory = write_tiny_model(tiny_model("llama-gqa-d64-tied"), tmp_path, use_torch=False)
-    options = TINY_ENGINE | {"model": str(directory)}
+    options = TINY_ENGINE | {"model": str(directory), "compile_programs": "on_first_use"}
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     prompts = [[3, 4, 5], list(range(3, 40))]
 

@@ -61,7 +61,7 @@ def test_rows_rounded_to_fp8_by_triton_s_kernel_give_the_tokens_of_xla(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = write_tiny_model(tiny_model("llama-gqa-d64-tied"), tmp_path, use_torch=False)
-    fp8 = {"quantization": "fp8"}
+    fp8 = {"quantization": "fp8", "compile_programs": "on_first_use"}
     expected = tokens(directory, "xla", **fp8)
     interpreted, called = triton_interpreted.call, set()
 

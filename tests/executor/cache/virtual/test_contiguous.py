@@ -18,16 +18,20 @@ from tests import test_pressure
 from tests.parallel.tensor_parallel_runs import ARGS, prompts, run
 from tests.tiny_models import models_of_blocks, tiny_models, write_tiny_model
 
-VIRTUAL: dict[str, Any] = {"kv_cache_layout": "virtual", "virtual_page_layout": "per-layer"}
+VIRTUAL: dict[str, Any] = {
+    "kv_cache_layout": "virtual",
+    "virtual_page_layout": "per-layer",
+    "compile_programs": "on_first_use",  # with a backend that is named they are compiled at start
+}
 SMALL: dict[str, Any] = {field.name: getattr(ARGS, field.name) for field in fields(EngineArgs)}
 """Steps of 32 tokens and prompts of up to 60, which are computed in chunks."""
 
 PRESSURE = SMALL | {
     "max_model_len": 64,
-    "max_num_seqs": 64,
-    "max_num_batched_tokens": 128,
-    "decode_buckets": (64,),
-    "token_buckets": (128,),
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 32,
+    "decode_buckets": (16,),
+    "token_buckets": (32,),
 }
 
 
