@@ -1,7 +1,8 @@
 """Random paged caches to test on, and attention in float64 numpy to compare with.
 
 Sequences are made whole, then scattered over shuffled blocks. Every pool slot that no live token owns is NaN, and so
-are the table entries past a sequence's last block garbage: whoever reads them shows it.
+are the table entries past a sequence's last block garbage: whoever reads them shows it. Numpy rounds and widens: each
+shape would be a program to compile for JAX.
 """
 
 from dataclasses import dataclass
@@ -73,14 +74,15 @@ def make_world(
         for p in range(n):
             if p >= first or p < common * block_size:
                 pool[blocks[p // block_size], :, :, p % block_size] = kv[:, p]
-        rounded = np.asarray(jnp.asarray(kv, dtype).astype(jnp.float32), np.float64)
+        rounded = kv.astype(jnp.dtype(dtype)).astype(np.float64)
         keys.append(rounded[0])
         values.append(rounded[-1, ..., :value_dim])
-    return World(jnp.asarray(pool, dtype), tables, np.array(lens, np.int32), keys, values)
+    return World(jnp.asarray(pool.astype(jnp.dtype(dtype))), tables, np.array(lens, np.int32), keys, values)
 
 
 def random_queries(seed: int, rows: int, heads: int, head_dim: int, dtype: str) -> jnp.ndarray:
-    return jnp.asarray(np.random.default_rng(seed + 1).standard_normal((rows, heads, head_dim)), dtype)
+    drawn = np.random.default_rng(seed + 1).standard_normal((rows, heads, head_dim))
+    return jnp.asarray(drawn.astype(jnp.dtype(dtype)))
 
 
 def attend(
@@ -141,7 +143,7 @@ def expected_ragged(
 
 def assert_close(got: jnp.ndarray, want: np.ndarray, dtype: str) -> None:
     """Relative error in the norm within the dtype's bound; nothing NaN."""
-    got = np.asarray(got.astype(jnp.float32), np.float64)
+    got = np.asarray(got).astype(np.float64)
     assert np.isfinite(got).all(), "NaN or infinity in the output"
     error, size = np.linalg.norm(got - want), np.linalg.norm(want)
     assert error <= TOLERANCE[dtype] * size + 1e-30, f"relative error {error / max(size, 1e-30):.2e} in {dtype}"

@@ -32,7 +32,7 @@ def test_attention_is_that_of_float64_over_what_the_pool_holds(backend, dtype):
     lens = [70, 0, 300, 1]
     world = make_world(3, lens, kv_heads=2, head_dim=64, block_size=16, dtype=FP8)
     q = random_queries(3, 4, 8, 64, dtype)
-    wide = np.asarray(q.astype(jnp.float32), np.float64)
+    wide = np.asarray(q).astype(np.float64)
     options = {"sliding_window": 90, "logit_softcap": 20.0}
     for some in ({}, options):
         out, lse = ops.decode_attention(
@@ -44,7 +44,7 @@ def test_attention_is_that_of_float64_over_what_the_pool_holds(backend, dtype):
         assert_lse_close(lse, want_lse, dtype)
     starts = np.array([0, 30, 30, 100, 101], np.int32)
     q = random_queries(4, 101, 8, 64, dtype)
-    wide = np.asarray(q.astype(jnp.float32), np.float64)
+    wide = np.asarray(q).astype(np.float64)
     out, lse = ops.ragged_attention(q, world.pool, world.tables, world.lens, starts, return_lse=True, backend=backend)
     want, want_lse = expected_ragged(world, wide, starts)
     assert_close(out, want, dtype)

@@ -39,7 +39,7 @@ def latents(seed: int, lens: list[int], dtype: str = "float32", **options: int) 
 
 
 def wide(q: jax.Array) -> np.ndarray:
-    return np.asarray(q.astype(jnp.float32))
+    return np.asarray(q).astype(np.float32)
 
 
 @backends

@@ -38,7 +38,7 @@ def check(lens, heads=16, kv_heads=8, head_dim=128, block_size=16, dtype="bfloat
     q = random_queries(3, len(lens), heads, head_dim, dtype)
     arguments = (q, world.pool, jnp.asarray(world.tables), jnp.asarray(world.lens))
     runs = [ops.decode_attention(*arguments, return_lse=True, backend=backend, **options) for _ in range(3)]
-    want, want_lse = expected_decode(world, np.asarray(q.astype(jnp.float32)), **options)
+    want, want_lse = expected_decode(world, np.asarray(q).astype(np.float32), **options)
     assert_close(runs[0][0], want, dtype)
     assert_lse_close(runs[0][1], want_lse, dtype)
     for run in runs[1:]:

@@ -50,7 +50,7 @@ def attend(kernel, config, lens, heads, kv_heads, block_size, head_dim, options)
     )
     for sinks in (None, np.linspace(-2.0, 6.0, heads, dtype=np.float32)):
         features = {"alibi_slopes": slopes, "sinks": sinks, **options}
-        want, want_lse = expected_decode(world, np.asarray(q.astype(jnp.float32)), **features)
+        want, want_lse = expected_decode(world, np.asarray(q).astype(np.float32), **features)
         with_sinks, lse_with_sinks = count_sinks(out, lse, sinks)
         assert_close(with_sinks, want, "bfloat16")
         assert_lse_close(lse_with_sinks, want_lse, "bfloat16")

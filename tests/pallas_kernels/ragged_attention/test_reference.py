@@ -31,10 +31,10 @@ def test_ragged_attention_is_right_for_chunks_and_decode_rows_together(backend, 
     out, lse = ragged_attention(
         q, world.pool, world.tables, world.lens, starts, return_lse=True, backend=backend, **chosen
     )
-    want, want_lse = expected_ragged(world, np.asarray(q.astype(jnp.float32)), starts, **chosen)
+    want, want_lse = expected_ragged(world, np.asarray(q).astype(np.float32), starts, **chosen)
     assert_close(out, want, dtype)
     assert_lse_close(lse, want_lse, dtype)
-    assert not np.asarray(out.astype(jnp.float32))[starts[-1] :].any(), "padding must come out as 0"
+    assert not np.asarray(out)[starts[-1] :].any(), "padding must come out as 0"
 
 
 @pytest.mark.parametrize("backend", WITH_TRITON)

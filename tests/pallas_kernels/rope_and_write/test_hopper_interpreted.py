@@ -41,7 +41,7 @@ def test_queries_and_a_pool_written_from_a_projection_equal_the_reference(kv_hea
     run = jax.jit(lambda *a: hopper.rope_and_write(*a, norm_eps=1e-6, interpret=INTERPRET))
     want = reference.rope_and_write(*arguments, norm_eps=1e-6)
     for got, expected in zip(run(*arguments), want, strict=True):
-        got, expected = (np.asarray(x.astype(jnp.float32)) for x in (got, expected))
+        got, expected = (np.asarray(x).astype(np.float32) for x in (got, expected))
         np.testing.assert_allclose(got, expected, rtol=2**-7, atol=1e-6)
         assert (got == expected).mean() > 0.99  # a sum in another order moves a rounding here and there
 
