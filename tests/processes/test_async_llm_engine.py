@@ -154,7 +154,7 @@ def test_a_request_is_open_until_its_last_token_and_queued_until_its_start():
         add = await played.receive()
         assert isinstance(add, Add)
         assert played.open() == (1, 1, 3)
-        played.send(step([update(add.handle, [8], "length")], started=[add.handle]))
+        played.send(step([update(add.handle, [8])], started=[add.handle]))
         played.send(step(handles=[add.handle], tokens=[9]))
         played.send(step([update(add.handle, [10], "length")]))
         output = await asked
@@ -199,7 +199,7 @@ def test_who_stops_listening_aborts_the_request_before_or_after_its_start(num_to
         asked = asyncio.ensure_future(last(played.engine.generate([5, 6, 7], SamplingParams(max_tokens=3))))
         add = await played.receive()
         if num_tokens:
-            played.send(step([update(add.handle, [8], "length")], started=[add.handle]))
+            played.send(step([update(add.handle, [8])], started=[add.handle]))
             while played.engine.num_queued:
                 await asyncio.sleep(0.001)
         asked.cancel()

@@ -11,15 +11,17 @@ from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.config import EngineArgs, RestartOptions
 from jpaged.api.errors import EngineDeadError, EngineRestartingError, InvalidParameterError, SuspectRequestError
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.processes import wire
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.processes.keeper import RestartLimit
 from tests.support.fragile_engine import VARIABLE
-from tests.tiny_models import DEMO_ENGINE
+from tests.tiny_models import DEMO_ENGINE, TINY_ENGINE, tiny_model, write_tiny_model
 
 pytestmark = pytest.mark.xdist_group("survival")
 
 NUM_TOKENS = 60
+WORDS = StructuredOutputsParams(regex="([a-z]{2,7} ){40}end")
 KINDS = {
     "greedy": {"temperature": 0.0},
     "seeded": {"seed": 5},
@@ -31,6 +33,7 @@ KINDS = {
     "stop": {"seed": 9, "stop": [" the ", "and"], "include_stop_str_in_output": True, "min_tokens": 50},
     "penalties": {"seed": 10, "presence_penalty": 1.0, "repetition_penalty": 1.2},
     "best of": {"seed": 11, "n": 1, "best_of": 3},
+    "constrained": {"seed": 12, "n": 2, "ignore_eos": False, "structured_outputs": WORDS},
 }
 SEEDED = [name for name, params in KINDS.items() if params.keys() & {"seed", "temperature"}]
 """Those that bring the same whatever else the engine has served."""
@@ -248,6 +251,36 @@ def test_requests_of_a_dead_replica_move_to_a_living_one_at_once():
             await until(lambda: not engine.is_restarting)
             assert await asyncio.gather(*(ask(engine, name, 0) for name in SEEDED)) == calm
             assert engine._board.by_replica("unfinished") == engine._board.by_replica("owed_tokens") == [0, 0]
+
+    asyncio.run(scene())
+
+
+def test_a_killed_engine_of_a_hybrid_goes_on_from_states_that_it_computes_again(tmp_path):
+    """Prompts share beginnings, whose snapshots of states end with the process."""
+    directory = write_tiny_model(tiny_model("qwen3.5"), tmp_path, use_torch=False)
+
+    async def one(engine, number):
+        params = SamplingParams(max_tokens=100, ignore_eos=True, n=1 + number % 2, seed=number)
+        async for output in engine.generate([*range(3, 11 + number % 5), 20 + number % 7], params):
+            latest = output
+        return [sequence.token_ids for sequence in latest.outputs]
+
+    async def scene():
+        args = EngineArgs(model=str(directory), **TINY_ENGINE, state_snapshot_tokens=4)
+        async with AsyncLLMEngine(args) as engine:
+            for _ in range(2):
+                calm = await asyncio.gather(*(one(engine, number) for number in range(12)))
+            assert (await engine.get_metrics()).prefix_cache_hits > 0
+            asked = [asyncio.ensure_future(one(engine, number)) for number in range(12)]
+            while generated(engine) < 30:
+                await asyncio.sleep(0)
+            await engine.pause()  # so that it is killed amid them
+            pid = engine._fleet.processes.pids[0]
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: engine._fleet.processes.pids[0] != pid and not engine.is_restarting)
+            await engine.resume()
+            assert await asyncio.gather(*asked) == calm
+            assert engine.metrics.counted("requests_resumed", 0) > 0
 
     asyncio.run(scene())
 
