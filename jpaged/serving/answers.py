@@ -273,7 +273,9 @@ class ChatAnswer(Answer):
         self._top_logprobs = request.top_logprobs or 0
         self._service_tier = msgspec.UNSET if request.service_tier is None else "default"
         self._reading = context.reading
-        self._prefix = _final_text(request) if request.echo else ""
+        self._prefix, self._prefix_reasoning = _final_text(request) if request.echo else "", ""
+        if self._prefix and self._reading is not None:
+            self._prefix_reasoning, self._prefix = self._reading.prefix(self._prefix)
         self._parsers: dict[int, TurnParser] = {}
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
@@ -286,6 +288,9 @@ class ChatAnswer(Answer):
                 message, finish_reason = self._read(self._reading, completion)
             if self._prefix:
                 message.content = self._prefix + (message.content or "")
+            if self._prefix_reasoning:
+                message.reasoning_content = self._prefix_reasoning + (message.reasoning_content or "")
+                message.reasoning = message.reasoning_content
             choice = ChatChoice(
                 index=completion.index,
                 message=message,
@@ -306,6 +311,10 @@ class ChatAnswer(Answer):
     def _beginning(self, index: int) -> bytes:
         self._begun.add(index)
         events = self._event(ChatChunkChoice(index, ChatDelta(role="assistant", content=""), None, None, None))
+        if self._prefix_reasoning:
+            said = self._prefix_reasoning
+            delta = ChatDelta(reasoning_content=said, reasoning=said)
+            events += self._event(ChatChunkChoice(index, delta, None, None, None))
         if self._prefix:
             events += self._event(ChatChunkChoice(index, ChatDelta(content=self._prefix), None, None, None))
         return events
@@ -379,8 +388,8 @@ class ChatAnswer(Answer):
 
 def _final_text(request: ChatCompletionRequest) -> str:
     """The text of the message that an answer continues."""
-    content = check_messages(request.messages)[-1]["content"]
-    return content or ""
+    (message,) = check_messages(request.messages[-1:])
+    return message["content"] or ""
 
 
 def is_cut(completion: CompletionOutput) -> bool:

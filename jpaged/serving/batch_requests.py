@@ -28,7 +28,7 @@ from jpaged.serving.embedding_protocol import EmbeddingRequest
 from jpaged.serving.errors import ApiError, api_error, decoding_error
 from jpaged.serving.protocol import ChatCompletionRequest, CompletionRequest, refuse_unsupported
 from jpaged.serving.sampling import in_words_of, sampling_of
-from jpaged.serving.turns import Reading, turn_of
+from jpaged.serving.turns import Reading, reading_of, turn_of
 from jpaged.text.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
@@ -156,7 +156,7 @@ def _to_generate(
         prompt = tokenizer.chat_prompt(turn.messages, **template_arguments(body, turn, tokenizer))
         prompts = [tokenizer.encode_prompt(prompt)]
         if not turn.is_plain:
-            reading = Reading(turn, turn.reasons(prompt.text), body.include_reasoning is not False)
+            reading = reading_of(turn, body, prompt.text)
             constraint = turn.constraint(body, reading.reasons, tokenizer)
             with in_words_of(body, constraint):
                 params = turn.applied(params, constraint, tokenizer)

@@ -36,11 +36,10 @@ def template_arguments(
     variables = body.chat_template_kwargs or {}
     for name in variables:
         if name in tokenizer.template_options:
-            raise ApiError(
-                400,
-                f"chat_template_kwargs: {name!r} is an option of the request, not a variable; give it beside them.",
-                param="chat_template_kwargs",
-            )
+            said = f"chat_template_kwargs: {name!r} is an option, not a variable; leave it out."
+            if name in ChatCompletionRequest.__struct_fields__:
+                said += " Requests that have such a field, as those to /v1/chat/completions, take it beside them."
+            raise ApiError(400, said, param="chat_template_kwargs")
     return (
         turn.variables
         | variables

@@ -35,7 +35,7 @@ from jpaged.serving.protocol import (
     refuse_unsupported,
 )
 from jpaged.serving.sampling import in_words_of, sampling_of
-from jpaged.serving.turns import Reading, Turn, named_tool, turn_of
+from jpaged.serving.turns import Reading, Turn, named_tool, reading_of, turn_of
 from jpaged.text.chat_prompts import ChatPrompt
 
 INLINE_LOGPROBS = 4096
@@ -135,9 +135,7 @@ class JobMaker:
                 with in_words_of(body):
                     processed = await self._engine.process(tokens, params)
             else:
-                continues = bool(body.continue_final_message)
-                reasons = turn.reasons(text, continues)
-                reading = Reading(turn, reasons, body.include_reasoning is not False, continues)
+                reading = reading_of(turn, body, text)
                 params, processed = await self._processed(body, tokens, params, reading)
             return await self._job(body, params, [processed], "messages", ticket, reading, make_answer)
 

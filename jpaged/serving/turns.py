@@ -66,19 +66,44 @@ class Turn:
         return self.tool_format is None and self.reasoning is None
 
     def reasons(self, prompt: str, continues: bool = False) -> Reasons:
-        """Where a prompt leaves the reasoning. continues: the answer goes on from the last message."""
-        form = self.reasoning
+        """Where a prompt leaves the turn. continues: the answer goes on from the last message.
+
+        Raises:
+            ApiError: how the last message goes on cannot be told.
+        """
+        form, end = self.reasoning, prompt.rstrip()
+        said = (check_messages(self.messages[-1:])[0]["content"] or "").strip() if continues else ""
         if form is None:
-            return "over"
-        said = (check_messages(self.messages[-1:])[0]["content"] or "") if continues else ""
-        if said.strip() and not form.channels:
-            return "open" if form.opening in said.rpartition(form.closing)[2] else "over"
-        end = prompt.rstrip()
+            return "said" if said else "over"
+        if form.channels:
+            return self._reasons_in_channels(form, end, said)
+        if said:
+            behind = said.rpartition(form.closing)[2].lstrip()
+            return "open" if behind.startswith(form.opening) else "said" if behind else "over"
         if end.endswith(form.opening):
             return "open"
-        if form.channels:
-            return "free"
         return "over" if end.endswith(form.closing) else "free"
+
+    def _reasons_in_channels(self, form: ReasoningFormat, end: str, said: str) -> Reasons:
+        """`reasons` where the answer's text stands in a channel. end: of the prompt. said: of the last message."""
+        before = end.removesuffix(said).rstrip()
+        if before.endswith(form.channels[0][0]) and not any(text in said for text in form.texts if text):
+            if self.calls != "required":
+                return "said"
+            raise ApiError(
+                400,
+                "messages: the prompt ends in an answer's text, behind which this model cannot be made to call tools."
+                " Leave tool_choice out, or end with a user's message.",
+                param="messages",
+            )
+        if said and self.messages[-1].get("role") == "assistant":
+            raise ApiError(
+                400,
+                "messages: this model cannot go on with the last one, as the prompt does not end in an answer's text."
+                " End with a user's message.",
+                param="messages",
+            )
+        return "open" if end.endswith(form.opening) else "free"
 
     def constraint(self, request: ChatCompletionRequest, reasons: Reasons, tokenizer: Tokenizer) -> Constraint | None:
         """The constraint on the whole answer; None if there is none.
@@ -87,7 +112,7 @@ class Turn:
             ApiError, InvalidParameterError: it cannot be enforced.
         """
         given = constraint_of(request)
-        may_reason = reasons != "over"
+        may_reason = reasons in ("open", "free")
         if self.budget is not None and not may_reason:
             raise ApiError(
                 400,
@@ -128,7 +153,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Reading:
-    """How the answer to a chat is read. reasons: where its prompt leaves the reasoning. shows_reasoning: or leaves it
+    """How the answer to a chat is read. reasons: where its prompt leaves it. shows_reasoning: or leaves it
     out. continues: it goes on from the last message."""
 
     turn: Turn
@@ -142,10 +167,24 @@ class Reading:
         required = turn.calls == "required"
         return TurnParser(turn.tool_format, turn.tools, turn.reasoning, self.reasons, required, self.continues)
 
+    def prefix(self, said: str) -> tuple[str, str]:
+        """Reasoning and content of the message that the answer continues. Reasoning that is left out is empty."""
+        form = self.turn.reasoning
+        if form is None or form.channels:
+            return "", said
+        news = TurnParser(reasoning=form, reasons="free", continues=True).feed(said, final=True)
+        return news.reasoning if self.shows_reasoning else "", news.content
+
     def call_id(self) -> str:
         """An id for a call."""
         length = 0 if self.turn.tool_format is None else self.turn.tool_format.id_length
         return secrets.token_hex(length)[:length] if length else f"call_{secrets.token_hex(12)}"
+
+
+def reading_of(turn: Turn, request: ChatCompletionRequest, prompt: str) -> Reading:
+    """How the answer to a request's turn is read. prompt: its text. Raises ApiError as `Turn.reasons`."""
+    continues = bool(request.continue_final_message)
+    return Reading(turn, turn.reasons(prompt, continues), request.include_reasoning is not False, continues)
 
 
 def turn_of(
@@ -174,7 +213,7 @@ def turn_of(
         choice, callable_tools = _choice(request, tools)
         variables = _effort(request, template)
         if request.documents:
-            if "documents" not in template:
+            if not takes_variable(template, "documents"):
                 raise ApiError(
                     400,
                     "documents has no effect: the model's chat template has no such variable. Put them in a message.",
@@ -206,9 +245,7 @@ def turn_of(
     shown = given if may_call else []
     tells = bool(shown) or any(message.get("role") == "tool" or "tool_calls" in message for message in messages)
     template_tools: list[dict[str, Any]] | None = None
-    # A given template is searched for the word alone: to parse it may take long.
-    knows_tools = "tools" in template and (request.chat_template is not None or takes_variable(template, "tools"))
-    if form is GENERIC and tells and not knows_tools:
+    if form is GENERIC and tells and not takes_variable(template, "tools"):
         messages = without_tools(check_messages(messages), shown)
     else:
         template_tools = shown or None

@@ -52,7 +52,8 @@ class ControlTokens:
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
     def mark(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], tuple[str, str] | None]:
-        """Marks control tokens in what messages of users, systems and tools say. Returns the messages and the marks.
+        """Marks control tokens in what messages of users, systems and tools say, keys included, which templates may
+        print. Returns the messages and the marks.
 
         Raises:
             InvalidPromptError: the messages hold every noncharacter of Unicode.
@@ -70,7 +71,7 @@ class ControlTokens:
             if isinstance(value, str):
                 return pattern.sub(lambda found: before + found[0] + behind, value)
             if isinstance(value, Mapping):
-                return {key: marked(one) for key, one in value.items()}
+                return {marked(key) if isinstance(key, str) else key: marked(one) for key, one in value.items()}
             if isinstance(value, Sequence):
                 return [marked(one) for one in value]
             return value
@@ -86,26 +87,29 @@ class ControlTokens:
         assert prompt.marks is not None
         assert self._pattern is not None
         before, behind = map(re.escape, prompt.marks)
+        said = prompt.text
+        for mark in prompt.marks:  # templates that print a dictionary, or ASCII alone, spell marks like this
+            said = said.replace(repr(mark)[1:-1], mark)
         ids: list[int] = []
         settled = written = 0  # up to here the text is encoded; up to here it has been looked at
-        for found in re.finditer(f"{before}.*?{behind}|{self._pattern.pattern}|\\Z", prompt.text, re.DOTALL):
+        for found in re.finditer(f"{before}.*?{behind}|{self._pattern.pattern}|\\Z", said, re.DOTALL):
             if found[0].startswith(prompt.marks[0]):
                 continue
-            plain = prompt.text[written : found.start()]
+            plain = said[written : found.start()]
             if prompt.marks[0] in plain:
-                previous = prompt.text[settled:written]
+                previous = said[settled:written]
                 ids += self._encode_ordinarily(previous)
                 ids += self._encode_apart(re.sub(f"[{before}{behind}]", "", plain), previous, found[0])
                 settled = found.start()
             written = found.end()
-        return ids + self._encode_ordinarily(prompt.text[settled:])
+        return ids + self._encode_ordinarily(said[settled:])
 
     def _spells(self, value: Any) -> bool:
         assert self._pattern is not None
         if isinstance(value, str):
             return self._pattern.search(value) is not None
         if isinstance(value, Mapping):
-            return any(map(self._spells, value.values()))
+            return any(map(self._spells, (*value, *value.values())))
         return isinstance(value, Sequence) and any(map(self._spells, value))
 
     def _encode_ordinarily(self, text: str) -> list[int]:

@@ -12,14 +12,18 @@ import socket
 import subprocess
 import time
 import weakref
+from collections.abc import Sequence
 from functools import lru_cache
 from threading import Lock
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from jpaged.text.frames import read_frame, write_frame
 from jpaged.text.helper_process import start_helper
+
+if TYPE_CHECKING:
+    from jinja2 import nodes
 
 RENDER_TIMEOUT_S = 10.0
 """For a rendering that nobody else waits for."""
@@ -27,6 +31,8 @@ MAX_BYTES = 512 << 20
 """Memory that a rendering may take, beside what the process has."""
 MAX_CHARACTERS = 16 << 20
 """Of a rendered prompt."""
+MAX_PARSED = 1 << 16
+"""Characters of a template that is searched for what it reads, which takes less than a second."""
 
 _GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 """Marks of transformers, which Jinja does not know."""
@@ -37,18 +43,94 @@ _START_S = 60.0
 
 @lru_cache(maxsize=16)
 def takes_variable(template: str, name: str) -> bool:
-    """Whether a chat template reads a variable of that name that it is given. A text that only spells the name, a key
-    or a parameter of a macro does not count. Of what cannot be parsed, any text that has the name does.
+    """Whether a chat template reads a variable of that name that it is given. A text that only spells the name, a key,
+    a parameter of a macro or what the template sets itself does not count. Of what cannot be parsed, or is longer than
+    `MAX_PARSED`, any text that has the name does. Nothing of the template is computed.
     """
-    from jinja2 import Environment, TemplateError, meta
+    from jinja2 import Environment, TemplateError
 
     if name not in template:
         return False
-    try:
-        environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # nothing is rendered
-        return name in meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", template)))
-    except (TemplateError, RecursionError):
+    if len(template) > MAX_PARSED:
         return True
+    try:
+        environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+        return _Reads(name).in_body(environment.parse(_GENERATION.sub("", template)).body)
+    except (TemplateError, RecursionError, ValueError):  # ValueError: too long a number
+        return True
+
+
+class _Reads:
+    """Looks in a parsed template for what reads a variable before the template has set it.
+
+    Jinja's own search for such variables generates code, and computes constant expressions for that.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._is_set = False
+
+    def in_body(self, body: "Sequence[nodes.Node]") -> bool:
+        return any(map(self._in_node, body))
+
+    def _in_node(self, node: "nodes.Node") -> bool:
+        from jinja2 import nodes
+
+        if isinstance(node, nodes.If):
+            return self._in_branches(node)
+        if isinstance(node, nodes.For):
+            outside = [node.iter]
+            inside = [*([node.test] if node.test else []), *node.body]
+            return self.in_body(outside) or self._in_scope([node.target], inside) or self._in_scope([], node.else_)
+        if isinstance(node, nodes.Macro | nodes.CallBlock):
+            outside = [*node.defaults, *([node.call] if isinstance(node, nodes.CallBlock) else [])]
+            found = self.in_body(outside) or self._in_scope(node.args, node.body)
+            self._is_set |= isinstance(node, nodes.Macro) and node.name == self._name
+            return found
+        if isinstance(node, nodes.With):
+            return self.in_body(node.values) or self._in_scope(node.targets, node.body)
+        if isinstance(node, nodes.Assign | nodes.AssignBlock):
+            value = [node.node] if isinstance(node, nodes.Assign) else [*([node.filter] if node.filter else [])]
+            found = self.in_body(value)
+            if isinstance(node, nodes.AssignBlock):
+                found = found or self._in_scope([], node.body)
+            self._is_set |= self._is_in([node.target], "store")
+            return found
+        if isinstance(node, nodes.Output | nodes.Expr | nodes.Helper | nodes.ExprStmt):
+            return not self._is_set and self._is_in([node], "load")
+        return self._in_scope([], list(node.iter_child_nodes()))
+
+    def _in_branches(self, node: "nodes.If") -> bool:
+        """Behind an `if` the variable is set if every branch sets it."""
+        before, sets = self._is_set, []
+        tests = [node, *node.elif_]
+        for branch in (*([one.test, *one.body] for one in tests), list(node.else_)):
+            self._is_set = before
+            if self.in_body(branch):
+                return True
+            sets.append(self._is_set)
+        self._is_set = all(sets)
+        return False
+
+    def _in_scope(self, targets: "Sequence[nodes.Node]", body: "Sequence[nodes.Node]") -> bool:
+        """What is set in a scope counts in it alone."""
+        before = self._is_set
+        self._is_set |= self._is_in(targets, "store", "param")
+        found = self.in_body(body)
+        self._is_set = before
+        return found
+
+    def _is_in(self, expressions: "Sequence[nodes.Node]", *contexts: str) -> bool:
+        """Whether the name stands in expressions, which may nest more deeply than calls can."""
+        from jinja2 import nodes
+
+        left = list(expressions)
+        while left:
+            node = left.pop()
+            if isinstance(node, nodes.Name) and node.name == self._name and node.ctx in contexts:
+                return True
+            left.extend(node.iter_child_nodes())
+        return False
 
 
 class Request(msgspec.Struct, array_like=True):

@@ -95,6 +95,16 @@ def test_messages_of_the_assistant_are_taken_as_they_are():
     )
 
 
+def test_the_keys_of_documents_spell_no_control_tokens():
+    model = loaded("byte-level")
+    template = "{% for one in documents %}{% for key, value in one.items() %}{{ key }}={{ value }}{% endfor %}{{ one }}"
+    template += "{% endfor %}<|user|>{{ messages[0].content }}</s>"
+    spoof = [{"text": "a", SPOOF: "b", "deep": {"</s>": "</s>"}}]
+    ids = model.apply_chat_template(chat("hi"), chat_template=template, documents=spoof)
+    assert special_ids(model, ids) == special_ids(model, model.encode("<|user|></s>", add_special_tokens=False))
+    assert model.decode(ids) == f"text=a{SPOOF}=bdeep={spoof[0]['deep']}{spoof[0]}<|user|>hi</s>"
+
+
 def test_noncharacters_in_a_message_are_no_way_around_it():
     model = loaded("byte-level")
     before, behind = "\ufdd0", "\ufdd1"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jpaged.api.errors import CheckpointError, InvalidParameterError, InvalidPromptError
-from jpaged.text.rendering import Renderer, Request, takes_variable
+from jpaged.text.rendering import MAX_PARSED, Renderer, Request, takes_variable
 from jpaged.text.tokenizer import Tokenizer
 from tests.text.tokenizers_for_tests import tokenizer
 
@@ -150,7 +150,37 @@ def test_a_variable_that_is_no_json_value_is_refused(model, value):
         ("{{ messages[0]['tools'] }}{{ messages[0].tools }} tools", False),
         ("{% macro say(tools) %}{{ tools }}{% endmacro %}{{ say(messages) }}", False),
         ("{{ messages }}", False),
+        ("{% set tools = [] %}{{ tools }}", False),
+        ("{% for tools in messages %}{{ tools }}{% endfor %}", False),
+        ("{% for tools in messages %}{% endfor %}{{ tools }}", True),
+        ("{% for m in messages if tools %}{% endfor %}", True),
+        ("{% if messages %}{% set tools = messages %}{% endif %}{{ tools }}", True),
+        ("{% if messages %}{% set tools = 1 %}{% elif x %}{% set tools = 2 %}{% endif %}{{ tools }}", True),
+        ("{% if messages %}{% set tools = messages %}{% else %}{% set tools = 1 %}{% endif %}{{ tools }}", False),
+        ("{% macro say(x=tools) %}{% endmacro %}{{ say() }}", True),
+        ("{% macro say() %}{{ tools }}{% endmacro %}{{ say() }}", True),
+        ("{% with tools = 1 %}{{ tools }}{% endwith %}", False),
+        ("{% set x %}{{ tools }}{% endset %}", True),
+        ("{% set ns.x = tools %}", True),
+        ("{% filter trim %}{{ tools }}{% endfilter %}", True),
+        ("{{ messages | map(attribute=tools) }}", True),
+        ("{{ " + "1 + " * 5000 + "tools }}", True),
+        ("{{ " + "9" * 5000 + " }}{# tools #}", True),
+        ("{# tools #}" + " " * MAX_PARSED, True),  # too long to be sure
     ],
 )
 def test_a_template_takes_a_variable_if_it_reads_it_and_not_if_it_only_spells_it(template, takes):
     assert takes_variable(template, "tools") is takes
+
+
+def test_to_look_for_what_a_template_reads_computes_nothing_of_it(monkeypatch):
+    from jinja2 import nodes
+    from jinja2.compiler import CodeGenerator
+
+    def computed(*args, **kwargs):
+        raise AssertionError("a part of the template was computed")
+
+    monkeypatch.setattr(nodes.BinExpr, "as_const", computed)
+    monkeypatch.setattr(CodeGenerator, "__init__", computed)
+    assert takes_variable("{% if tools %}{{ 'a' * 30 }}{% endif %}", "tools")
+    assert not takes_variable("{{ 'tools' * 30 }}", "tools")

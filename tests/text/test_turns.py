@@ -580,3 +580,63 @@ def test_reasoning_of_glm_4_7_has_no_line_breaks_in_front_of_calls(with_tokens):
     rules = TurnRules(tools=TOOLS, tool_format=form, calls="required", reasoning=think, reasons="open")
     assert accepts(with_tokens, rules, "hm</think>" + form.render(CALLS[:1]))
     assert "<arg_key>" in "".join(form.texts)
+
+
+@pytest.mark.parametrize("name", ["olmo3", "pythonic", "llama4_pythonic"])
+def test_strings_in_single_quotes_are_read_as_those_in_double_ones(name):
+    form = FORMATS[name]
+    given = r"""city='Pa"ris\\ }', daily=True, unit='it\'s', note='a\nb\u00fc\d', where={"at": [1]}"""
+    text = form.render(CALLS[:1]).replace(form.arguments.render(*CALLS[0]), given)
+    expected = {"city": 'Pa"ris\\ }', "daily": True, "unit": "it's", "note": "a\nbü\\d", "where": {"at": [1]}}
+    for at in range(len(text)):
+        _, content, found = read(parser_of(form), [text[:at], text[at:]])
+        assert (content, values(found)) == ("", [("get_weather", expected)]), text[:at]
+    assert values(read(parser_of(form), list(text))[2]) == [("get_weather", expected)]
+
+
+def test_a_number_that_is_too_long_is_not_waited_for():
+    form = FORMATS["kimi_k2"]
+    parser, begun = parser_of(form), form.marker + "<|tool_call_begin|>functions.get:"
+    assert parser.feed(begun + "123456").content == ""
+    assert parser.feed("7").content == begun + "1234567"
+    assert parser.feed("8").content == "8"
+
+
+@pytest.mark.parametrize("name", ["llama3_json", "pythonic"])
+def test_in_the_midst_of_a_text_a_call_that_stands_at_its_beginning_is_text(name, model):
+    form = FORMATS[name]
+    text = form.render(CALLS[1:2])
+    rules = {"tools": TOOLS, "tool_format": form}
+    for reasons in ("said", "over"):
+        _, content, found = read(parser_of(form, reasons=reasons), list(text))
+        assert (content, len(found)) == ((text, 0) if reasons == "said" else ("", 1))
+        longer = text + ", for example"  # a call has nothing behind it
+        assert accepts(model, TurnRules(**rules, reasons=reasons), longer) is (reasons == "said")
+    required = TurnParser(form, TOOLS, None, "said", required=True)
+    assert accepts(model, TurnRules(**rules, reasons="said", calls="required"), text)
+    assert len(read(required, [text])[2]) == 1
+
+
+def test_in_the_midst_of_a_text_other_calls_follow_as_ever(model):
+    form = FORMATS["hermes"]
+    text = " So." + form.render(CALLS[1:2])
+    for content in (None, '"{" /[0-9]*/ "}"'):
+        given = "{1}" if content else text
+        rules = TurnRules(tools=TOOLS, tool_format=form, reasons="said", content=content)
+        assert accepts(model, rules, given)
+        assert accepts(model, rules, form.render(CALLS[1:2]))
+    assert read(parser_of(form, reasons="said"), list(text)) == ("", " So.", [["get", "{}"]])
+
+
+def test_in_the_midst_of_a_channel_its_end_is_no_text_and_its_opening_is_not_asked_for(model):
+    form, think = FORMATS["cohere"], REASONING["cohere"]
+    rules = TurnRules(tools=TOOLS, tool_format=form, reasoning=think, reasons="said")
+    text, call = " is 4.<|END_RESPONSE|>", form.render(CALLS[1:2])
+    for answer, calls in ((text, []), (text + call, [["get", "{}"]])):
+        assert accepts(model, rules, answer)
+        assert read(parser_of(form, think, "said"), list(answer)) == ("", " is 4.", calls)
+    marked = "<|START_RESPONSE|>" in control_tokens(model[0].hf)  # else it is a text like others
+    assert accepts(model, rules, "<|START_RESPONSE|>" + text) is not marked
+    harmony = TurnRules(tools=TOOLS, tool_format=FORMATS["harmony"], reasoning=REASONING["harmony"], reasons="said")
+    assert accepts(model, harmony, " is 4.")
+    assert accepts(model, harmony, "<|channel|>final<|message|> is 4.") is not marked

@@ -68,7 +68,7 @@ class ItemsAnswer(Answer):
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         self._take_counts(outputs)
         self._take(outputs[0].outputs[0])
-        return msgspec.json.encode(self._message())
+        return msgspec.json.encode(self._ended())
 
     def _beginning(self, index: int) -> bytes:
         self._begun.add(index)
@@ -150,3 +150,7 @@ class ItemsAnswer(Answer):
     def _message(self) -> dict[str, Any]:
         """The whole answer, with all items that have come."""
         raise NotImplementedError
+
+    def _ended(self) -> dict[str, Any]:
+        """`_message` of an answer at its end, which a dialect may keep."""
+        return self._message()

@@ -270,7 +270,7 @@ class ResponsesAnswer(ItemsAnswer):
         self._sequence_number = 0
 
     def end(self) -> bytes:
-        message = self._message()
+        message = self._ended()
         return self._named(f"response.{message['status']}", response=message)
 
     def error_body(self, error: ApiError) -> bytes:
@@ -377,7 +377,7 @@ class ResponsesAnswer(ItemsAnswer):
             "total_tokens": self._num_prompt_tokens + self._num_tokens,
         }
         sampling, asked = self._sampling, body.reasoning or {}
-        message = {  # every field that openresponses.org requires of a response
+        return {  # every field that openresponses.org requires of a response
             "background": False,
             "frequency_penalty": sampling.frequency_penalty,
             "max_tool_calls": None,
@@ -411,7 +411,10 @@ class ResponsesAnswer(ItemsAnswer):
             "truncation": "disabled",
             "usage": None if self.reason is None else usage,
         }
-        if self.reason is not None and self.failure is None and body.store is not False:
+
+    def _ended(self) -> dict[str, Any]:
+        message = self._message()
+        if self.reason is not None and self.failure is None and self._body.store is not False:
             self._store.put(self._conversation(), message)
         return message
 

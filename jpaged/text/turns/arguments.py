@@ -122,7 +122,9 @@ class ParameterArguments:
 
 
 class KeywordArguments:
-    """Python's keyword arguments. Values are JSON, but `True` and `False` where a boolean stands by itself."""
+    """Python's keyword arguments. Values are JSON, but `True` and `False` where a boolean stands by itself. Strings in
+    single quotes, which some models write unasked, are read as well.
+    """
 
     texts: tuple[str, ...] = ()
 
@@ -223,6 +225,7 @@ def _string_kind(schema: Mapping[str, Any]) -> str | None:
 
 _JSON_STOPS = re.compile(r'["{}\[\]]')
 _STRING_STOPS = re.compile(r'["\\]')
+_QUOTED_STOPS = re.compile(r"['\\]")
 
 
 class _JsonScanner:
@@ -340,13 +343,42 @@ class _ParameterScanner:
         return value, rest, True
 
 
+class _QuotedScanner:
+    """Passes on one string in single quotes, as JSON. Escapes are those of JSON and of the quote; before anything else
+    a backslash stands for itself, as in Python."""
+
+    def __init__(self) -> None:
+        self._begun = self.done = False
+
+    def feed(self, text: str) -> tuple[str, str]:
+        written, at = ("", 0) if self._begun else ('"', 1)
+        self._begun = True
+        while at < len(text) and not self.done:
+            found = _QUOTED_STOPS.search(text, at)
+            end = len(text) if found is None else found.start()
+            written += _escaped(text[at:end])
+            at = end
+            if text[at:] == "\\":
+                break
+            if found is not None and found[0] == "\\":
+                escaped = text[at + 1]
+                known = escaped in '"\\/bfnrtu'
+                written += text[at : at + 2] if known else _escaped(escaped if escaped == "'" else text[at : at + 2])
+                at += 2
+            elif found is not None:
+                written += '"'
+                at += 1
+                self.done = True
+        return written, text[at:]
+
+
 class _KeywordScanner:
     _WORDS = {"True": "true", "False": "false", "None": "null"}  # noqa: RUF012  # never written to
 
     def __init__(self) -> None:
         self.done = False
         self._written = "{"
-        self._value: _JsonScanner | None = None
+        self._value: _JsonScanner | _QuotedScanner | None = None
         self._state = "name"
         self._is_first = True
 
@@ -358,7 +390,7 @@ class _KeywordScanner:
                 if piece is None:
                     break
                 json_text += piece
-            elif self._state == "value" and text[0] not in '{["':
+            elif self._state == "value" and text[0] not in "{[\"'":
                 found = re.match(r"[\w.+-]+", text)
                 if found is None:
                     raise Mismatch
@@ -368,11 +400,13 @@ class _KeywordScanner:
                 text, self._state = text[found.end() :], "name"
             else:
                 if self._value is None:
-                    self._value, self._state = _JsonScanner('{["'), "inside"
+                    self._value = _QuotedScanner() if text[0] == "'" else _JsonScanner('{["')
+                    self._state = "inside"
                 piece, text = self._value.feed(text)
                 json_text += piece
-                if self._value.done:
-                    self._value, self._state = None, "name"
+                if not self._value.done:
+                    break
+                self._value, self._state = None, "name"
         return json_text, text
 
     def _name(self, text: str) -> tuple[str, str | None]:

@@ -21,8 +21,10 @@ TEXT = "/(?s:.*)/"
 _NO_SPACE_YET = r"[ \t\r\n]{0,8}"
 """What may stand in front of calls that have no marker."""
 
-Reasons = Literal["open", "free", "over"]
-"""Where a prompt leaves the reasoning: the model is in it, may begin it, or has ended it."""
+Reasons = Literal["open", "free", "over", "said"]
+"""Where a prompt leaves the turn: inside the reasoning, where that may begin, behind it, or inside the answer's text
+(of a format with channels: of the first of them).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +35,7 @@ class TurnRules:
         tools, tool_format: that may be called, and how; none and None without.
         calls: "auto": text, calls or both; "required": calls and no text.
         parallel: more than one call.
-        reasoning, reasons: how reasoning is written, and where the prompt leaves it.
+        reasoning, reasons: how reasoning is written, and where the prompt leaves the turn.
         budget: tokens of the reasoning; None: any number.
         content: the expression that the text must keep to; None: any text.
     """
@@ -111,6 +113,7 @@ def turn_grammar(turn: TurnRules, control_tokens: Mapping[str, int]) -> str:
     calls = None if turn.tool_format is None else _Calls(turn, turn.tool_format, rules)
     content = turn.content
     channels = () if turn.reasoning is None else turn.reasoning.channels
+    has_begun = turn.reasons == "said"
     if calls is not None and turn.calls == "required":
         body = calls.alone()
     elif channels:
@@ -118,12 +121,17 @@ def turn_grammar(turn: TurnRules, control_tokens: Mapping[str, int]) -> str:
         said = f"{content or TEXT} {rules.literal(closing) if closing else ''}"
         if closing and content is None and rules.first(closing) is None:  # which any text would swallow
             said = rules.add("said", f"{TEXT} {json.dumps(closing)}", "lazy")
-        body = f"{rules.literal(opening)} {said}"
-    elif calls is not None and content is None:
+        body = said if has_begun else f"{rules.literal(opening)} {said}"
+    elif calls is not None and content is None and not (calls.at_start and has_begun):
         body = calls.behind_text()
     else:
         body = content or TEXT
-    if calls is not None and turn.calls == "auto" and (channels or content is not None):
+    if calls is not None and turn.calls == "auto" and has_begun:
+        if channels and channels[0][1]:
+            body = f"{body} ({calls.alone()})?"
+        elif not channels and content is not None and not calls.at_start:
+            body = f"{body} | {calls.alone()}"
+    elif calls is not None and turn.calls == "auto" and (channels or content is not None):
         preamble = [f"({rules.literal(a)} {TEXT} {rules.literal(b)})?" for a, b in channels if b]
         body = f"{body} | {' '.join(preamble)} {calls.alone()}"
     gap = "" if turn.reasoning is None or (turn.calls == "auto" and content is None) else turn.reasoning.gap
@@ -133,7 +141,7 @@ def turn_grammar(turn: TurnRules, control_tokens: Mapping[str, int]) -> str:
 def _reasoning(turn: TurnRules, rules: Rules) -> Callable[[str], str]:
     """A function that makes the expression for the reasoning, given what must stand behind it."""
     form = turn.reasoning
-    if form is None or turn.reasons == "over":
+    if form is None or turn.reasons not in ("open", "free"):
         return lambda gap: ""
     token = rules.first(form.closing)
     if token is not None and not token[0]:
@@ -173,6 +181,7 @@ class _Calls:
             except InvalidParameterError as error:
                 raise InvalidParameterError(f"tools: the parameters of {tool.name}: {error}") from None
         self._is_single = not turn.parallel or form.most == 1
+        self.at_start = form.at_start
 
     def alone(self) -> str:
         """Calls and nothing else."""

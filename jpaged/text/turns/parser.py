@@ -66,7 +66,7 @@ class TurnParser:
         tool_format: None if no calls are expected.
         tools: that may be called.
         reasoning: None if none is expected.
-        reasons: where the prompt leaves it.
+        reasons: where the prompt leaves the turn.
         required: whether there must be calls, and nothing else behind the reasoning.
         continues: the turn has begun before, so that white space at its beginning is part of it.
 
@@ -93,11 +93,14 @@ class TurnParser:
         self.num_calls = 0
         # What the text at the beginning of the buffer is.
         self._state: Callable[[], None] = self._before
-        if reasoning is not None and reasons != "over":
-            self._state = self._inside_reasoning if reasons == "open" else self._before
+        self._channel_end = ""
+        if reasoning is not None and reasons == "open":
+            self._state = self._inside_reasoning
+        elif reasons == "said" and not required:  # else a call follows at once
+            self._state = self._in_content
+            self._channel_end = reasoning.channels[0][1] if reasoning is not None and reasoning.channels else ""
         self._may_reason = reasoning is not None and reasons == "free"
         self._drops_space = reasons == "open" and not continues
-        self._channel_end = ""
         self._parts: tuple[Part, ...] = ()  # of the call that is being read, what is left of it
         self._held = ""  # of a call that has no name yet, what was read
         self._tool: Tool | None = None
@@ -322,7 +325,7 @@ class TurnParser:
 
     def _read_number(self) -> None:
         digits = self._buffer[: len(self._buffer) - len(self._buffer.lstrip("0123456789"))]
-        if digits == self._buffer and not self._ended:
+        if digits == self._buffer and len(digits) <= _MAX_DIGITS and not self._ended:
             raise _NeedsMore
         if not 0 < len(digits) <= _MAX_DIGITS:
             raise Mismatch
