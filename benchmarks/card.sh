@@ -203,11 +203,11 @@ gpu_tests() { # FILE...
 prepare() { # PATH COMMAND...: which makes PATH, unless it is there
     local path=$1 command=() word
     shift
+    [[ -e $path ]] && return
     if [[ -n ${DRY_RUN:-} ]]; then
         step "$name-before" 200 "$@"
         return
     fi
-    [[ -e $path ]] && return
     # Made under another name, so that what is there is whole, however this script or the command ends.
     for word in "$@"; do
         [[ $word == "$path" ]] && word=$path.part
