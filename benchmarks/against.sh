@@ -14,23 +14,36 @@
 # at the rate (REQUESTS, if set, instead of so many) and BURSTS times (2) at once, so that no measurement depends on one
 # process alone. OUT gets a report for each run. The first run of each checkout compiles, unless JPAGED_CACHE_DIR holds
 # its programs. Compare two reports with `python benchmarks/compare.py OTHER.json THIS.json`. Of the other checkout, the
-# package `jpaged` is enough.
+# package `jpaged` is enough. The exit code says whether all runs went well. Where BUDGET_S is set, throughput takes at
+# most so many seconds; runs for which none are left count as failed.
 set -uo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
 other=$(cd "${1:?the directory of another checkout}" && pwd)
 shift
 OUT=$(mkdir -p "${OUT:-results}" && cd "${OUT:-results}" && pwd)
 PYTHON=${PYTHON:-python}
+FAILED=0
 
 in_turns() { # LIMIT_S FUNCTION MODEL
-    local turn=0 which
+    local turn=0 which limit code
     for which in ${TURNS:-other this this other}; do
         local checkout=$here
         [[ $which == other ]] && checkout=$other
         turn=$((turn + 1))
+        limit=$1
+        if [[ -n ${BUDGET_S:-} ]] && ((limit > BUDGET_S - SECONDS)); then
+            limit=$((BUDGET_S - SECONDS))
+        fi
+        if ((limit < 1)); then
+            echo "== $2 $3 $turn: $which: not run: $SECONDS of BUDGET_S=$BUDGET_S seconds are over"
+            FAILED=$((FAILED + 1))
+            continue
+        fi
         echo "== $2 $3 $turn: $which"
-        (cd "$checkout" && export PYTHONPATH=$checkout${PYTHONPATH:+:$PYTHONPATH} && "$2" "$3" "$1" "$which-$turn")
-        echo "== exit code $?"
+        (cd "$checkout" && export PYTHONPATH=$checkout${PYTHONPATH:+:$PYTHONPATH} && "$2" "$3" "$limit" "$which-$turn")
+        code=$?
+        ((code)) && FAILED=$((FAILED + 1))
+        echo "== exit code $code"
     done
 }
 
@@ -55,7 +68,14 @@ serving() { # MODEL RATE NUM_PROMPTS
     done
     for which in other this; do
         until curl -sf "http://127.0.0.1:${ports[$which]}/health" >/dev/null; do
-            kill -0 "${servers[$which]}" 2>/dev/null || { echo "server '$which' did not start" >&2; return 1; }
+            if ! kill -0 "${servers[$which]}" 2>/dev/null; then
+                echo "server '$which' did not start" >&2
+                FAILED=$((FAILED + 1))
+                kill -TERM "${servers[@]}" 2>/dev/null
+                wait "${servers[@]}"
+                rm -rf "$work"
+                return
+            fi
             sleep 1
         done
         load "$model" "$which" 25 50 9 warm-up
@@ -84,7 +104,7 @@ load() { # MODEL other|this RATE NUM_PROMPTS SEED NAME
     curl -sf -X POST "http://127.0.0.1:$port/reset_prefix_cache" >/dev/null
     PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" -m jpaged bench serve --base-url "http://127.0.0.1:$port" \
         --model "$1" --dataset sharegpt-like --request-rate "$3" --num-prompts "$4" --seed "$5" \
-        --json "$OUT/serve-$1-$6-$2.json"
+        --json "$OUT/serve-$1-$6-$2.json" || FAILED=$((FAILED + 1))
 }
 
 for step in "$@"; do
@@ -98,3 +118,4 @@ for step in "$@"; do
             exit 2 ;;
     esac
 done
+((FAILED == 0))

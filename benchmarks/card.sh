@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All that is measured on one GPU, in the order and the time that you choose: for a card that is there for minutes.
+# Everything that is measured on one GPU. You choose the steps, their order and the seconds for all of them together.
 #
 #     OUT=/tmp/card BUDGET_S=560 bash benchmarks/card.sh int4-8b fp8-kv-8b ...
 #     bash benchmarks/card.sh --list plan-1                  what its steps take; without a name, of all steps and plans
@@ -24,8 +24,8 @@
 #     few-bits-experts         80  30B's experts in FP8, 4 bits and MXFP4
 #     few-bits-tests          140  the GPU tests of ops with quantized operands
 #     train                   210  a story model of 104 million parameters: 1.5 minutes on short rows, one on 16,384
-#     quality                 110  of that model in FP8 and 4 bits: perplexity and agreement beside bfloat16
-#     drift                    60  of that model with an FP8 cache: log-probabilities along 16,384 tokens
+#     quality                 110  of the model of `train`, in FP8 and 4 bits: perplexity and agreement beside bfloat16
+#     drift                    60  of the model of `train`, with an FP8 cache: log-probabilities along 16,384 tokens
 #     30b                     200  30B: 1, 32 and 256 requests, ShareGPT-like, 16 k prefill
 #     30b-steps               130  30B: decode steps of 1, 32 and 256 rows by kernel, beside their floor
 #     30b-experts              90  30B: experts and sparse layers beside their floors
@@ -40,7 +40,7 @@
 #     virtual-growth          150  8B, the same of 1,000 sequences
 #     virtual-prompts         145  8B, time to the first token by when pages are mapped
 #     virtual-sharing          50  8B, two engines on one card
-#     virtual-mapping          10  pages mapped and unmapped a second
+#     virtual-mapping          30  pages mapped and unmapped a second
 #     virtual-sharegpt        180  8B, ShareGPT-like: paged, then virtual
 #     virtual-long            240  8B, 8 x 16 k and 16 k prefill: paged, then virtual
 #     virtual-figure18        220  8B, block sizes
@@ -56,7 +56,7 @@
 #     triton-0.6b              85  0.6B by Triton's kernels: ShareGPT-like
 #     xla-0.6b                130  0.6B by XLA's: 32 and 256 requests
 #     triton-kernels           90  decode, prefill and sampling: Hopper's kernels and Triton's, a column each
-#     triton-calls            120  what a call of a Triton kernel costs (benchmarks/triton_calls.py, where it is)
+#     triton-calls            120  what a call of a Triton kernel costs (benchmarks/triton_calls.py)
 #     tests-attention         150  GPU tests of attention
 #     tests-experts           150  GPU tests of experts, routing and recurrent layers
 #     tests-rest              150  GPU tests of all other kernels
@@ -65,19 +65,23 @@
 #     against-8b              190  8B, this checkout beside OTHER: 1 and 32 requests, ShareGPT-like
 #     against-0.6b            150  0.6B, the same
 #     survival                110  8B behind the server, its engine killed twice: the pause, part by part
-#     plan-1                  560  fewer bits, batch invariance, structured output: what the docs have no figure for
+#     plan-1                  515  Triton's calls, fewer bits, batch invariance, structured output
 #     plan-2                  520  mixtures and hybrids, and in fewer bits
 #     plan-3                  550  quality in fewer bits, of a larger model; rollouts
 #
-# Seconds are estimates for an H200 and 16 cores, compilation included. A step is started if they are left of BUDGET_S,
-# where that is set; those that follow may still fit. One that fails, or is stopped after twice as long, does not stop
-# the others. OUT gets a JSON file and a log for each, and summary.txt: a line a step with its exit code and seconds.
-# The exit code says whether all steps that ran went well.
+# Seconds are estimates for an H200 and 16 cores, compilation included. Where BUDGET_S is set, a step starts only if its
+# seconds are left of it; those that follow may still fit. Each command of a step may take twice the step's seconds, and
+# one that prepares a file for it 200; then it is stopped, or earlier when BUDGET_S is over. A step that fails does not
+# stop the others. `quality` and `drift` need `train` before them, in this run or an earlier one with the same WORK.
+# OUT gets a JSON file and a log for each, and summary.txt: a line a step with its exit code and seconds. A command that
+# prepares is named STEP-before; the logs of commands of the same name are numbered. The exit code says whether all
+# steps that ran went well.
 #
 # WORK keeps what steps prepare for others: configurations, tokenizers, the trained model (default: below /tmp). OTHER
 # is another checkout; of it, the package `jpaged` is enough. TOKENIZER is a directory with a tokenizer of 151,936
 # tokens for structured output, TOKENIZER_8B one of 128,256 (default: trained on the sources of Python's packages).
-# No step needs a network. SMALL=1 runs those that can with the embedded model and small numbers, on a CPU, too.
+# No step needs a network. SMALL=1 runs steps with the embedded model and small numbers, on a CPU, too, and leaves out
+# those that have no small form.
 # shellcheck disable=SC2054  # sizes are lists with commas
 set -uo pipefail
 # shellcheck source=benchmarks/steps.bash
@@ -86,7 +90,7 @@ SCRIPT=benchmarks/card.sh
 WORK=${WORK:-${TMPDIR:-/tmp}/jpaged-card}
 LOGS=$OUT
 [[ -n ${DRY_RUN:-} ]] || mkdir -p "$WORK"
-PLAN_1=(int4-8b fp8-kv-8b invariant-product structured-256 structured-16 invariant-0.6b few-bits-kernels)
+PLAN_1=(triton-calls int4-8b fp8-kv-8b invariant-product structured-256 structured-16)
 PLAN_2=(30b fp8-30b int4-30b hybrid-prefixes)
 PLAN_3=(rollouts-process train quality drift grpo)
 
@@ -197,11 +201,23 @@ gpu_tests() { # FILE...
 }
 
 prepare() { # PATH COMMAND...: which makes PATH, unless it is there
-    local path=$1 failed=$FAILED
+    local path=$1 command=() word
     shift
     [[ -e $path ]] && return
-    step "$name, before" 200 "$@"
-    ((FAILED == failed)) || rm -rf "$path"  # what is there in part
+    if [[ -n ${DRY_RUN:-} ]]; then
+        step "$name-before" 200 "$@"
+        return
+    fi
+    # Made under another name, so that what is there is whole, however this script or the command ends.
+    for word in "$@"; do
+        [[ $word == "$path" ]] && word=$path.part
+        command+=("$word")
+    done
+    rm -rf "$path.part"
+    local failed=$FAILED
+    step "$name-before" 200 "${command[@]}"
+    ((FAILED == failed)) && [[ -e $path.part ]] && mv "$path.part" "$path"
+    rm -rf "$path.part"
 }
 
 few_bits() { # MODEL SCHEME: sets `model`, the options for it
@@ -220,7 +236,7 @@ tokenizer() { # MODEL DIRECTORY: sets `directory`
     directory=${2:-$WORK/$1-tokenizer}
     if [[ -n ${SMALL:-} ]]; then
         directory=$demo
-    else
+    elif [[ -z $2 ]]; then
         prepare "$directory" "$PYTHON" benchmarks/dummy_model.py "$1" "$directory" --train-tokenizer
     fi
 }
@@ -234,10 +250,22 @@ other() { # MODEL
         bash benchmarks/against.sh "${OTHER:-.}" "throughput-$1"
 }
 
+has_small_form() { # STEP
+    case $1 in
+        load | hybrid-prefixes | serving-* | against-* | triton-calls) return 1 ;;
+        gpt-oss-steps | gemma-steps | deepseek-steps) return 1 ;;
+        *-kernels | few-bits-* | 30b-experts | contiguous | move-blocks | tests-*) return 1 ;;
+    esac
+}
+
 run_step() { # NAME
     local name=$1 seconds limit options=() model=() directory kind
     seconds=$(seconds_of "$name")
     limit=$((2 * seconds))
+    if [[ -n ${SMALL:-} ]] && ! has_small_form "$name"; then
+        not_run "$name" "it has no small form"
+        return
+    fi
     [[ -n ${SMALL:-} ]] && limit=$((10 * limit))  # on a CPU
     if [[ -n ${BUDGET_S:-} && -z ${DRY_RUN:-} ]] && ((SECONDS + seconds > BUDGET_S)); then
         not_run "$name" "it takes $seconds s, and $((BUDGET_S - SECONDS)) of BUDGET_S=$BUDGET_S are left"
@@ -302,9 +330,9 @@ run_step() { # NAME
                 tests/pallas_kernels/test_fp8_pools.py ;;
         train)
             options=("$PYTHON" examples/train_story_model/train.py "${LARGE[@]}")
-            step "$name short" 180 "${options[@]}" --minutes "${MINUTES[0]}" --output "$WORK/story"
-            step "$name long" 150 "${options[@]}" --minutes "${MINUTES[1]}" "${LONG[@]}" --tokenizer "$WORK/story" \
-                --begin "$WORK/story" --output "$WORK/story-long" ;;
+            step "$name short" "$limit" "${options[@]}" --minutes "${MINUTES[0]}" --output "$WORK/story"
+            step "$name long" "$limit" "${options[@]}" --minutes "${MINUTES[1]}" "${LONG[@]}" \
+                --tokenizer "$WORK/story" --begin "$WORK/story" --output "$WORK/story-long" ;;
         quality)
             prepare "$WORK/texts.jsonl" "$PYTHON" benchmarks/story_conversations.py --number 64 \
                 --output "$WORK/texts.jsonl"
@@ -385,11 +413,7 @@ run_step() { # NAME
             kernels "=decode 64 x 4,096" "=decode 256 x 1,024" "=decode 8 x 16,384" "=decode 32 x 1,024" \
                 "=prefill 1 x 16,384" "=prefill 4 x 4,096" "=prefill 16 x 1,024" "sample 256 rows" ;;
         triton-calls)
-            if [[ -f benchmarks/triton_calls.py ]]; then
-                script benchmarks/triton_calls.py
-            else
-                not_run "$name" "benchmarks/triton_calls.py is not there"
-            fi ;;
+            script benchmarks/triton_calls.py ;;
         tests-attention)
             gpu_tests tests/pallas_kernels/{decode,ragged,mixed,shared_prefix,contiguous,expanded,invariant}_attention \
                 tests/pallas_kernels/test_latents.py ;;
@@ -451,6 +475,13 @@ if ((${#named[@]} == 0)); then
     list >&2
     exit 2
 fi
+for variable in TOKENIZER TOKENIZER_8B; do
+    path=${!variable:-}
+    if [[ -n $path && ! -d $path && -z ${DRY_RUN:-} ]]; then
+        echo "$variable=$path is no directory, seen from $PWD; unset it to have a tokenizer trained" >&2
+        exit 2
+    fi
+done
 for name in "${named[@]}"; do
     run_step "$name"
 done

@@ -75,3 +75,4 @@ for name in "$@"; do
             unknown_step "$name" "$0" ;;
     esac
 done
+((FAILED == 0))

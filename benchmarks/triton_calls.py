@@ -9,10 +9,14 @@ program is lowered. No programs are kept on disk, so a first run compiles them.
     sample   programs of N draws of one row, with a temperature
     steps    greedy decode steps of an engine with Triton's kernels and random weights
 
-Of a program, `us` is its time where the host waits for none but the last of a batch, `host_us` the time of the call
-alone, and `us_a_call` the slope of `us` over N, by least squares; so the program's own share is left out. `first_s` is
-its first run, in which the GPU's driver compiles native kernels, and `device_mb` what that took of the memory that no
-process had.
+For each program the report has these figures:
+
+    us           microseconds of a run, in a batch of runs; the host waits for the last one only
+    host_us      microseconds of the host's call alone
+    first_s      seconds of the first run, in which the GPU's driver compiles native kernels
+    device_mb    how much less device memory is free after the first run
+
+`us_a_call` is the slope of `us` over N, by least squares, so the program's own share is left out.
 
 Both ways compute the same bits, or the exit code is 1. On a CPU, with TRITON_INTERPRET=1, Triton's interpreter runs the
 kernels whatever the way; that tries this script, and its times mean nothing.
@@ -224,8 +228,8 @@ def steps(args: argparse.Namespace) -> Iterator[Figure]:
             max_model_len=args.context + args.steps + 128,
             max_num_seqs=most,
             decode_buckets=tuple(sorted(set(args.rows))),
-            token_buckets=args.token_buckets,
-            max_num_batched_tokens=args.token_buckets and args.token_buckets[-1],
+            token_buckets=args.token_buckets and tuple(sorted(set(args.token_buckets))),
+            max_num_batched_tokens=args.token_buckets and max(args.token_buckets),
         )
     )
     start_s = time.perf_counter() - begun

@@ -117,3 +117,4 @@ for name in "${named[@]}"; do
             unknown_step "$name" "$0" ;;
     esac
 done
+((FAILED == 0))

@@ -74,9 +74,11 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
+            is_default = self.source and not self.source.keys() & {"num_key_value_heads", "num_kv_heads"}
             raise CheckpointError(
                 f"config.json: num_attention_heads ({self.num_heads}) must be a multiple of"
-                f" num_key_value_heads ({self.num_kv_heads})."
+                f" num_key_value_heads ({self.num_kv_heads}"
+                f"{', the default of its family, as config.json leaves it out' if is_default else ''})."
             )
         length = self.max_position_embeddings
         windows = self.layer_windows or (None,) * self.num_layers

@@ -1,5 +1,7 @@
-"""The shell scripts of `benchmarks/`: every command that they would run is one that its program takes, and the list of
-steps, the budget and a failing step do what `benchmarks/card.sh` says.
+"""The shell scripts of `benchmarks/`: every command of the scripts with DRY_RUN is one that its program takes, and the
+list of steps, the budget and a failing step do what `benchmarks/card.sh` says.
+
+`against.sh` and `serving.sh` have no DRY_RUN, so what they run is not compared with what programs take.
 """
 
 import argparse
@@ -35,10 +37,26 @@ SCRIPTS = {
 }
 """By name: the steps that stand for all; None: those that its first lines list."""
 H200_BYTES = 130 * 2**30
+VARIABLES = {
+    "BUDGET_S",
+    "DRY_RUN",
+    "LEAST_S",
+    "LOGS",
+    "MODELS",
+    "OPTIONS",
+    "OTHER",
+    "RUNS",
+    "SMALL",
+    "TAG",
+    "TOKENIZER",
+    "TOKENIZER_8B",
+    "TURNS",
+}
+"""What scripts read of their caller's environment; tests set what they need themselves."""
 
 
 def script(name: str, *steps: str, **variables: str) -> "subprocess.CompletedProcess[str]":
-    environment = {key: value for key, value in os.environ.items() if key not in ("SMALL", "BUDGET_S", "TAG")}
+    environment = {key: value for key, value in os.environ.items() if key not in VARIABLES}
     return subprocess.run(
         ["bash", str(ROOT / "benchmarks" / name), *steps],
         env=environment | variables,
@@ -122,6 +140,8 @@ def test_programs_take_the_arguments_that_scripts_give_them(monkeypatch):
             continue
         if arguments[0].startswith("examples/") and find_spec("optax") is None:
             continue
+        if arguments[0] == "benchmarks/triton_calls.py" and find_spec("triton") is None:
+            continue
         with monkeypatch.context() as patch:
             parsed(arguments, patch)
         if "--" in arguments:  # a drill's server
@@ -188,16 +208,18 @@ def test_the_list_of_steps_adds_up_to_what_a_plan_takes():
 
 @pytest.fixture
 def fake(tmp_path) -> dict[str, str]:
-    """Variables of a script whose PYTHON only says what it was asked to run. It fails where that is a drill, and where
-    it is to train a tokenizer, of which it leaves the directory.
+    """Variables of a script whose PYTHON only says what it was asked to run. It fails where that is a drill or of the
+    virtual layout, and where it is to train a tokenizer, of which it leaves the directory. It makes directories for
+    configurations.
     """
     python = tmp_path / "python"
     python.write_text(
         """#!/bin/sh
         echo "ran $*"
         case "$*" in
-            *tests.drills*) exit 3 ;;
+            *tests.drills* | *vattention*mapping*) exit 3 ;;
             *--train-tokenizer*) mkdir -p "$3"; exit 4 ;;
+            *dummy_model.py*) mkdir -p "$3" ;;
         esac
         """
     )
@@ -218,10 +240,11 @@ def test_a_step_that_fails_keeps_its_log_and_does_not_stop_the_next(fake):
 
 
 def test_steps_for_which_no_time_is_left_are_not_run(fake):
-    done = script("card.sh", "virtual-long", "virtual-mapping", BUDGET_S="200", **fake)
+    done = script("card.sh", "virtual-long", "virtual-attention", BUDGET_S="200", **fake)
     lines = [line.split()[:2] for line in done.stdout.splitlines()[-2:]]
-    assert lines == [["virtual-long", "-"], ["virtual-mapping", "0"]]
+    assert lines == [["virtual-long", "-"], ["virtual-attention", "0"]]
     assert "virtual-long: not run: it takes 240 s" in done.stdout
+    assert "vattention --json" in Path(fake["OUT"], "virtual-attention.log").read_text()
     assert done.returncode == 0
     of_all_scripts = script("single.sh", "decode", BUDGET_S="10", **fake)
     assert "decode: not run" in of_all_scripts.stdout
@@ -240,12 +263,102 @@ def test_what_a_step_needs_is_made_once(fake):
     names = [
         line.split(":")[0] for line in done.stdout.splitlines() if line.startswith("== ") and "exit code" not in line
     ]
-    assert names == ["== int4-8b, before", "== int4-8b"]
-    Path(fake["WORK"], "llama-3.1-8b-int4").mkdir(parents=True)
+    assert names == ["== int4-8b-before", "== int4-8b"]
+    assert os.listdir(fake["WORK"]) == ["llama-3.1-8b-int4"]
     assert "before" not in script("card.sh", "int4-8b", **fake).stdout
 
 
 def test_what_was_made_in_part_is_not_kept(fake):
     done = script("card.sh", "structured-256", **fake)
-    assert "== structured-256, before: exit code 4" in done.stdout
-    assert not Path(fake["WORK"], "qwen3-0.6b-tokenizer").exists()
+    assert "== structured-256-before: exit code 4" in done.stdout
+    assert not os.listdir(fake["WORK"])
+
+
+def test_what_an_interrupted_run_made_in_part_is_made_again(fake):
+    part = Path(fake["WORK"], "llama-3.1-8b-int4.part")
+    part.mkdir(parents=True)
+    Path(part, "old").touch()
+    done = script("card.sh", "int4-8b", **fake)
+    assert f"dummy_model.py llama-3.1-8b {part}" in done.stdout
+    assert os.listdir(fake["WORK"]) == ["llama-3.1-8b-int4"]
+    assert not os.listdir(part.with_suffix(""))
+
+
+def test_a_tokenizer_that_is_not_there_is_refused_and_not_made(fake, tmp_path):
+    missing = tmp_path / "mistyped"
+    done = script("card.sh", "structured-256", TOKENIZER=str(missing), **fake)
+    assert done.returncode == 2
+    assert f"TOKENIZER={missing} is no directory" in done.stderr
+    assert not done.stdout
+    assert not missing.exists()
+
+
+def test_a_tokenizer_that_is_given_is_taken_as_it_is(fake, tmp_path):
+    given = tmp_path / "given"
+    given.mkdir()
+    done = script("card.sh", "structured-256", TOKENIZER=str(given), **fake)
+    assert "before" not in done.stdout
+    assert f"--tokenizer {given}" in done.stdout
+
+
+def test_a_step_of_another_script_that_fails_has_failed(fake):
+    done = script("card.sh", "virtual-mapping", **fake)
+    assert done.stdout.splitlines()[-1].split()[:2] == ["virtual-mapping", "1"]
+    assert "mapping: exit code 3" in Path(fake["OUT"], "virtual-mapping.log").read_text()
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize(("name", "step"), [("parallel.sh", "one-shot-2"), ("virtual.sh", "mapping")])
+def test_other_scripts_end_with_whether_all_went_well(fake, name, step):
+    assert script(name, step, **fake).returncode == 1
+    assert script("single.sh", "decode", **fake).returncode == 0
+
+
+def test_against_counts_the_runs_that_fail_and_those_for_which_no_time_is_left(fake):
+    python = Path(fake["PYTHON"])
+    run = {"TURNS": "other this", **fake}
+    assert script("against.sh", str(ROOT), "throughput-0.6b", **run).returncode == 0
+    late = script("against.sh", str(ROOT), "throughput-0.6b", BUDGET_S="0", **run)
+    assert late.returncode == 1
+    assert late.stdout.count("seconds are over") == 2
+    assert "ran" not in late.stdout
+    python.write_text("#!/bin/sh\nexit 3\n")
+    done = script("against.sh", str(ROOT), "throughput-0.6b", **run)
+    assert done.returncode == 1
+    assert done.stdout.count("exit code 3") == 2
+
+
+def test_against_ends_its_runs_within_the_budget_of_its_step(fake, tmp_path):
+    """Its `timeout` is played; it says the limit that it gets."""
+    played = tmp_path / "bin" / "timeout"
+    played.parent.mkdir()
+    played.write_text('#!/bin/sh\necho "limit $2"\n')
+    played.chmod(0o755)
+    done = script(
+        "against.sh",
+        str(ROOT),
+        "throughput-0.6b",
+        BUDGET_S="100",
+        TURNS="this",
+        PATH=f"{played.parent}{os.pathsep}{os.environ['PATH']}",
+        **fake,
+    )
+    (limit,) = re.findall(r"^limit (\d+)$", done.stdout, re.MULTILINE)
+    assert 0 < int(limit) <= 100
+
+
+def test_what_has_no_small_form_is_left_out_of_a_small_run(fake):
+    steps = ["load", "hybrid-prefixes", "serving-8b", "against-0.6b", "gemma-steps", "tests-rest"]
+    done = script("card.sh", *steps, SMALL="1", OTHER=str(ROOT), **fake)
+    for step in steps:
+        assert f"== {step}: not run: it has no small form" in done.stdout
+    assert "ran" not in done.stdout
+    small = script("card.sh", "load", "rollouts", SMALL="1", DRY_RUN="1", **fake)
+    assert len(small.stdout.splitlines()) == 1  # a command, and nothing else
+
+
+def test_each_command_has_a_log_of_its_own(fake):
+    script("card.sh", "quality", TAG="later", **fake)
+    logs = sorted(path.name for path in Path(fake["OUT"]).glob("*.log"))
+    before = ["quality-before-later.log", *(f"quality-before.{i}-later.log" for i in (2, 3, 4))]
+    assert logs == sorted([*before, "quality-later.log"])

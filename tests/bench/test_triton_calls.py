@@ -75,6 +75,23 @@ def test_a_slope_needs_two_numbers_of_calls():
         triton_calls.main(["--calls", "4,4"])
 
 
+def test_buckets_may_be_given_in_any_order(monkeypatch):
+    class Built(Exception):
+        """Instead of the engine."""
+
+    def build(args):
+        raise Built(args)
+
+    monkeypatch.setattr(triton_calls, "LLMEngine", build)
+    monkeypatch.setattr(triton_calls, "model_directory", lambda name: name)
+    args = triton_calls.parser().parse_args(["--rows", "8,1", "--token-buckets", "512,64,512"])
+    with pytest.raises(Built) as built:
+        next(triton_calls.steps(args))
+    asked = built.value.args[0]
+    assert (asked.decode_buckets, asked.max_num_seqs) == ((1, 8), 8)
+    assert (asked.token_buckets, asked.max_num_batched_tokens) == ((64, 512), 512)
+
+
 def test_a_process_that_fails_is_named(monkeypatch):
     monkeypatch.setattr(triton_calls.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 3))
     with pytest.raises(JPagedError, match="measures ffi ended with exit code 3"):

@@ -183,6 +183,16 @@ def test_a_damaged_entry_is_blamed_by_name(changes: dict[str, Any], named: str) 
         llama(**changes)
 
 
+def test_a_number_that_is_left_out_is_said_to_be_the_default_of_its_family() -> None:
+    sizes = {"hidden_size": 512, "num_attention_heads": 16, "num_key_value_heads": 32}
+    config = tiny_model("stablelm").config | sizes
+    with pytest.raises(CheckpointError, match=r"multiple of num_key_value_heads \(32\)\.$"):
+        ModelConfig.from_dict(config)
+    del config["num_key_value_heads"]
+    with pytest.raises(CheckpointError, match=r"\(32, the default of its family, as config\.json leaves it out\)\.$"):
+        ModelConfig.from_dict(config)
+
+
 @pytest.mark.parametrize(
     ("case", "changes", "named"),
     [

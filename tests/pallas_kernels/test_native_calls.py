@@ -11,10 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jaxlib.mlir import ir
 
 from jpaged.pallas_kernels import registry
 from jpaged.pallas_kernels.common import native_calls
+from jpaged.pallas_kernels.common.native_calls import make_native
 from jpaged.pallas_kernels.common.triton_code import Kernel, kernel_of
 from tests.pallas_kernels.test_hopper_compile import missing_compiler
 from tests.pallas_kernels.test_triton_code import field
@@ -94,6 +98,60 @@ def test_a_kernel_that_needs_more_than_pointers_is_refused_by_what_it_needs(opaq
         kernel_of(opaque)
 
 
+def test_a_long_header_that_is_none_is_refused_after_one_look():
+    """A pattern that tries every way to part these words would take hours."""
+    header = ".reqntid 128\n" + " .maxnreg 96 , 1 " * 200
+    assert kernel_of(described(PTX.replace(".reqntid 128\n.maxnreg 96", header))).threads == 128
+    with pytest.raises(ValueError, match=r"entries are \[\], not twice"):
+        kernel_of(described(PTX.replace(".reqntid 128\n.maxnreg 96", header + "!")))
+
+
+def made_up_call(operands: int, results: int, updated: dict[int, int]) -> tuple[ir.Module, ir.Operation]:
+    """A custom call of equal arrays, in a module that keeps it. updated: a result for each operand in place."""
+    out = [jax.ShapeDtypeStruct((8,), jnp.float32)] * results
+    call = jax.ffi.ffi_call("made_up", out if results > 1 else out[0], input_output_aliases=updated)
+    module = jax.jit(call).lower(*[jnp.zeros(8)] * operands).compiler_ir("stablehlo")
+    found: list[ir.Operation] = []
+
+    def collect(operation: ir.Operation) -> ir.WalkResult:
+        if operation.name == "stablehlo.custom_call":
+            found.append(operation)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(collect)
+    (operation,) = found
+    return module, operation
+
+
+@pytest.mark.parametrize(
+    ("operands", "results", "updated"), [(1, 1, {}), (2, 1, {1: 0}), (2, 2, {0: 0, 1: 1}), (1, 2, {0: 1})]
+)
+def test_a_call_whose_last_results_are_updated_in_place_becomes_native(operands, results, updated):
+    module, call = made_up_call(operands, results, updated)
+    with module.context, ir.Location.unknown():
+        make_native(call, kernel_of(described()))
+        code = ir.DictAttr(call.attributes["mhlo.backend_config"])["kernel_data"]
+    assert call.attributes["call_target_name"].value == "__gpu$xla.gpu.ptx"
+    entry = re.search(r"\.entry twice\((.*?)\)", ir.StringAttr(code).value, re.DOTALL)[1]
+    assert entry.count(".param") == operands + results
+
+
+@pytest.mark.parametrize(
+    ("operands", "results", "updated", "message"),
+    [
+        (1, 2, {0: 0}, r"twice updates results \[0\] of 2 in place, not the last"),
+        (2, 1, {}, "twice has 2 arrays, its call 3"),
+        (1, 1, {0: 0}, "twice has 2 arrays, its call 1"),
+    ],
+)
+def test_a_call_whose_arrays_do_not_come_first_is_refused_and_left_as_it_was(operands, results, updated, message):
+    module, call = made_up_call(operands, results, updated)
+    before = str(module)
+    with module.context, ir.Location.unknown(), pytest.raises(ValueError, match=message):
+        make_native(call, kernel_of(described()))
+    assert str(module) == before
+
+
 @pytest.fixture
 def silent() -> Iterator[None]:
     with warnings.catch_warnings():
@@ -115,7 +173,7 @@ def test_the_environment_says_how_kernels_are_called_and_programs_depend_on_it(m
 
 def test_another_word_is_refused(monkeypatch):
     monkeypatch.setenv(native_calls.VARIABLE, "fast")
-    with pytest.raises(ValueError, match="JPAGED_TRITON_CALLS must be ffi or native, got 'fast'"):
+    with pytest.raises(ValueError, match="JPAGED_TRITON_CALLS must be ffi or native, got 'fast'; unset it"):
         native_calls.wanted()
 
 

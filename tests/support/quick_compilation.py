@@ -1,11 +1,12 @@
 """Programs that are compiled with hardly any optimisation, for tests that run each of theirs a few times.
 
-A conftest.py or a test module takes the fixture by its name:
+The conftest.py of a package takes the fixture by its name:
 
     from tests.support.quick_compilation import quick_compilation as quick_compilation
 
-To compile takes a third of the time then. The programs are several times slower: those of an engine that makes
-hundreds of steps are better compiled as `tests/conftest.py` has it.
+A test module must not: the fixture ends with the package, so it would hold for the modules that follow. To compile
+takes a third of the time then. The programs are several times slower: those of an engine that makes hundreds of steps
+are better compiled as `tests/conftest.py` has it.
 """
 
 from collections.abc import Iterator
@@ -19,14 +20,14 @@ _SETTING = "jax_disable_most_optimizations"
 
 @pytest.fixture(scope="package", autouse=True)
 def quick_compilation() -> Iterator[None]:
-    """For all tests of a package or a module. On a GPU, whose kernels are what is tested there, nothing changes."""
+    """For all tests of a package. On a GPU, whose kernels are what is tested there, nothing changes."""
     with _set_to(jax.default_backend() == "cpu"):
         yield
 
 
 @pytest.fixture(scope="package", autouse=True)
 def usual_compilation() -> Iterator[None]:
-    """For a package or a module in one that compiles quickly."""
+    """For a package in one that compiles quickly."""
     with _set_to(False):
         yield
 
@@ -34,8 +35,15 @@ def usual_compilation() -> Iterator[None]:
 @contextmanager
 def _set_to(value: bool) -> Iterator[None]:
     before = jax.config.values[_SETTING]
-    jax.config.update(_SETTING, value)
+    _change_to(value)
     try:
         yield
     finally:
-        jax.config.update(_SETTING, before)
+        _change_to(before)
+
+
+def _change_to(value: bool) -> None:
+    """Forgets the programs in memory, too, if it is a change: JAX would take them whatever the setting is."""
+    if jax.config.values[_SETTING] != value:
+        jax.config.update(_SETTING, value)
+        jax.clear_caches()

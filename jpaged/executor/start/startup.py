@@ -68,6 +68,7 @@ from jpaged.models import Model, ModelConfig, Weights, build
 from jpaged.models.experts import split_by_experts
 from jpaged.models.loading.live import WeightUpdater
 from jpaged.pallas_kernels import registry
+from jpaged.pallas_kernels.common import native_calls
 
 log = logging.getLogger("jpaged.startup")
 
@@ -94,6 +95,7 @@ def start(args: EngineArgs, directory: Path, weights: Any = None) -> Startup:
     reserve_device_memory(args.gpu_memory_utilization, at_once=args.kv_cache_layout == "paged")
     enable_persistent_cache()
     cache_limit = cache_limit_bytes(os.environ)
+    _check_triton_calls()
     with _timed(seconds, "open devices"):
         mesh = DeviceMesh(pick_devices(args.tensor_parallel_size))
     _check_backend(args.kernel_backend)
@@ -122,6 +124,18 @@ def with_known_backend(args: EngineArgs) -> EngineArgs:
             f"register the backend first, in the process that runs the engine "
             f"(jpaged.pallas_kernels.register_backend)."
         ) from None
+
+
+def _check_triton_calls() -> None:
+    """Also where no Triton kernel is used, so that a wrong word is found on any machine.
+
+    Raises:
+        InvalidParameterError: the environment variable has no such value.
+    """
+    try:
+        native_calls.asked_for()
+    except ValueError as wrong:
+        raise InvalidParameterError(str(wrong)) from None
 
 
 def _check_backend(kernel_backend: str | None) -> None:

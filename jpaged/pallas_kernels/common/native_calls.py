@@ -9,7 +9,8 @@
 XLA passes a kernel pointers to the call's operands, then to its results; an operand that is updated in place comes
 twice, as its result too. Triton's kernels have a parameter for each array, that operand but once, and pointers to
 scratch memory that they do not use. So the entry gets as many parameters as XLA passes: those of the arrays come first
-in both lists, and no instruction reads the others.
+in both lists, and no instruction reads the others. That holds where the results that are updated in place come last;
+other calls stay jax-triton's.
 
 The call is XLA's own affair and may change with any release, so only the releases in `CHECKED_JAXLIB` get it.
 """
@@ -19,6 +20,7 @@ import warnings
 
 import jaxlib
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo
 
 from jpaged.pallas_kernels.common.triton_code import Kernel
 
@@ -29,6 +31,19 @@ CHECKED_JAXLIB = ((0, 11),)
 
 _TARGET = "__gpu$xla.gpu.ptx"
 _TARGET_NAME, _DESCRIPTION = "call_target_name", "mhlo.backend_config"  # attributes of a custom call
+_ALIASES = "output_operand_aliases"
+
+
+def asked_for() -> str:
+    """What the environment variable says: "ffi" or "native".
+
+    Raises:
+        ValueError: it says something else.
+    """
+    value = os.environ.get(VARIABLE, "").strip() or "ffi"
+    if value not in ("ffi", "native"):
+        raise ValueError(f"{VARIABLE} must be ffi or native, got {value!r}; unset it to have ffi.")
+    return value
 
 
 def wanted() -> bool:
@@ -37,11 +52,9 @@ def wanted() -> bool:
     A jaxlib that was not checked keeps jax-triton's calls, with a warning.
 
     Raises:
-        ValueError: the environment variable is neither "ffi" nor "native".
+        ValueError: as `asked_for`.
     """
-    value = os.environ.get(VARIABLE, "").strip() or "ffi"
-    if value not in ("ffi", "native"):
-        raise ValueError(f"{VARIABLE} must be ffi or native, got {value!r}")
+    value = asked_for()
     if value == "native" and not _is_checked():
         checked = ", ".join(".".join(map(str, release)) for release in CHECKED_JAXLIB)
         warnings.warn(
@@ -54,15 +67,21 @@ def wanted() -> bool:
 
 
 def make_native(call: ir.Operation, kernel: Kernel) -> None:
-    """Turns jax-triton's custom call into one that XLA launches itself. Operands, results and what of them is updated
-    in place stay.
+    """Turns jax-triton's custom call into one that XLA launches itself. It keeps its operands and its results, and the
+    same operands are updated in place.
 
     Args:
         call: the custom call.
         kernel: what it launches.
     Raises:
-        ValueError: the call has fewer operands and results than the kernel has arrays; it is left as it was.
+        ValueError: the kernel's arrays are not the first buffers that XLA would pass: a result that is updated in place
+            comes before one that is not, or the kernel has another number of arrays. The call is left as it was.
     """
+    updated, results = _updated_in_place(call), len(call.results)
+    if updated != set(range(results - len(updated), results)):
+        raise ValueError(f"{kernel.name} updates results {sorted(updated)} of {results} in place, not the last ones")
+    if (arrays := len(call.operands) + results - len(updated)) != kernel.arrays:
+        raise ValueError(f"the kernel {kernel.name} has {kernel.arrays} arrays, its call {arrays}")
     integer = ir.IntegerType.get_signless(32)
     launch = dict(zip(("grid_x", "grid_y", "grid_z"), kernel.grid, strict=True))
     launch |= {"block_x": kernel.threads, "block_y": 1, "block_z": 1, "shared_mem_bytes": kernel.shared_bytes}
@@ -74,6 +93,14 @@ def make_native(call: ir.Operation, kernel: Kernel) -> None:
     described |= {name: ir.IntegerAttr.get(integer, value) for name, value in launch.items()}
     call.attributes[_TARGET_NAME] = ir.StringAttr.get(_TARGET)
     call.attributes[_DESCRIPTION] = ir.DictAttr.get(described)
+
+
+def _updated_in_place(call: ir.Operation) -> set[int]:
+    """Positions of the results that are operands, too."""
+    if _ALIASES not in call.attributes:
+        return set()
+    aliases = map(stablehlo.OutputOperandAlias, ir.ArrayAttr(call.attributes[_ALIASES]))
+    return {next(iter(alias.output_tuple_indices), 0) for alias in aliases}  # a single result has no position
 
 
 def _is_checked() -> bool:

@@ -125,8 +125,8 @@ def _refuse_cpu(*arguments: Any, **parameters: Any) -> Any:
 
 def _lower_small(*arguments: Any, **parameters: Any) -> Any:
     """jax-triton's lowering; the custom call that it makes has the kernel without what no GPU needs, or as it is where
-    another jax-triton describes kernels otherwise. Kernels of others in this process are lowered by it, too. If they
-    are wanted, calls of kernels that `kernel_of` knows become native ones."""
+    another jax-triton describes kernels otherwise. Kernels of others in this process are lowered by it, too. Where
+    native calls are wanted, the call becomes one, unless `kernel_of` or `make_native` refuses its kernel."""
     native = native_calls.wanted()
     results = triton_lib.triton_kernel_call_lowering(triton_lib.make_cuda_target, *arguments, **parameters)
     if results:

@@ -30,7 +30,7 @@ _THREADS_PER_WARP = 32
 
 _LINE_NUMBERS = re.compile(r"^[ \t]*(?:\.loc|\.file)[ \t].*\n|^\$L__(?:tmp|func_\w+?)\d+:[ \t]*\n", re.MULTILINE)
 _COMMENT = re.compile(r"[ \t]*//.*$", re.MULTILINE)
-_ENTRY = re.compile(r"(\.visible\s+\.entry\s+(\w+)\s*\()([^)]*)(\)\s*((?:\.\w+[\w ,]*\s*)*)\{)")
+_ENTRY = re.compile(r"(\.visible\s+\.entry\s+(\w+)\s*\()([^)]*)(\)\s*((?:\.[\w\s,]*+)*+)\{)")
 _REQUIRED_THREADS = re.compile(r"\.reqntid\s+(\d+(?:\s*,\s*\d+)*)")
 _POINTER = re.compile(r"\.param\s+\.[ubs]64\s+(?:\.ptr\s+(?:\.global\s+)?(?:\.align\s+\d+\s+)?)?(\w+)")
 _DEBUG_SECTION = re.compile(r"^[ \t]*\.section[ \t]+\.debug_\w+\s*\{[^}]*\}", re.MULTILINE)

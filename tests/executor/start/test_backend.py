@@ -2,8 +2,9 @@
 
 import pytest
 
+from jpaged.api.config import EngineArgs
 from jpaged.api.errors import InvalidParameterError
-from jpaged.executor.start.startup import _check_backend
+from jpaged.executor.start.startup import _check_backend, start
 from jpaged.pallas_kernels import devices, registry
 from jpaged.pallas_kernels.devices import Device
 
@@ -42,3 +43,9 @@ def test_nothing_is_said_where_xla_is_asked_for_or_nothing_is_lost(a100_without_
 def test_a_forced_backend_that_cannot_run_is_refused_with_the_reason(a100_without_triton, backend, reason):
     with pytest.raises(InvalidParameterError, match=f"kernel_backend='{backend}' cannot serve this: .*{reason}"):
         _check_backend(backend)
+
+
+def test_a_wrong_word_for_calls_of_triton_kernels_is_refused_at_the_start_with_the_fix(tmp_path, monkeypatch):
+    monkeypatch.setenv("JPAGED_TRITON_CALLS", "fast")
+    with pytest.raises(InvalidParameterError, match="JPAGED_TRITON_CALLS must be ffi or native, got 'fast'; unset it"):
+        start(EngineArgs(model=str(tmp_path)), tmp_path)
