@@ -352,6 +352,30 @@ def test_an_engine_that_sleeps_takes_new_weights_and_never_has_both(engine, refe
     assert greedy(engine) == reference.greedy(newer)
 
 
+def test_weights_that_are_given_back_leave_an_engine_that_wakes_with_those_of_before(directory):
+    with LLM(str(directory), **TINY_ENGINE) as llm:
+        engine = llm.engine
+        checkpoint, weights = greedy(engine), model_of(engine).init(19)
+        assert engine.sleep(2)
+        engine.update_weights(weights)
+        assert engine.startup.give_back_weights()
+        assert engine.startup.asleep == 2
+        assert not engine.startup.give_back_weights()
+        engine.wake_up()
+        assert greedy(engine) == checkpoint
+
+        engine.update_weights(weights)  # awake, so there is no memory to give back
+        assert not engine.startup.give_back_weights()
+        assert engine.sleep(2)
+        engine.update_weights(weights)
+        assert engine.startup.give_back_weights()
+        with pytest.raises(InvalidParameterError, match="call update_weights before wake_up"):
+            engine.wake_up()  # it had such weights before, too
+        engine.update_weights(weights)
+        engine.wake_up()
+        assert not engine.startup.give_back_weights()
+
+
 def test_arrays_of_numpy_and_names_with_params_before_them_are_taken(engine, reference):
     weights = model_of(engine).init(16)
     tree: dict[str, Any] = {}

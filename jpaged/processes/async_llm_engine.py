@@ -27,9 +27,7 @@ from jpaged.api.errors import (
     EngineRestartingError,
     InvalidParameterError,
     JPagedError,
-    OutOfMemoryError,
     UnsupportedParameterError,
-    error_of,
 )
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import SamplingParams
@@ -42,7 +40,7 @@ from jpaged.frontend.inputs import InputProcessor, Params, ProcessedInput, Promp
 from jpaged.frontend.reranking import Reranker
 from jpaged.host.hub import model_directory
 from jpaged.processes import wire
-from jpaged.processes.fleet import SHUTDOWN_S, Fleet
+from jpaged.processes.fleet import SHUTDOWN_S, Answers, Fleet, raise_refusal
 from jpaged.processes.launch import EngineProcesses, Link
 from jpaged.processes.links import AsyncLink
 from jpaged.processes.pool_view import PoolView
@@ -371,16 +369,16 @@ class AsyncLLMEngine:
             raise EngineRestartingError("An engine process is being started again; it cannot sleep until it serves.")
         if any(answer.requests for answer in (await self._fleet.ask(wire.GetRequests(1), wire.Requests)).values()):
             return False  # else replicas that have nothing to do would sleep, and refuse what comes to them meanwhile
-        asked = self._requests.serving()
         try:
-            answers = await self._fleet.ask(wire.Sleep(level), wire.Changed)
+            answers = await self._fleet.ask_each(wire.Sleep(level))
+            raise_refusal(answers)
         except JPagedError:
             with contextlib.suppress(JPagedError):
                 await self.wake_up()
             raise
         self._requests.router.forget_prefixes()
-        has_ended = any(replica.ready is None for replica in asked)  # even if it had answered
-        if not has_ended and all(answer.value for answer in answers.values()):
+        has_ended = any(replica.ready is None for replica in answers)  # even if it had answered
+        if not has_ended and all(isinstance(one, wire.Changed) and one.value for one in answers.values()):
             return True
         await self.wake_up()
         if has_ended:
@@ -428,12 +426,13 @@ class AsyncLLMEngine:
             self._requests.router.forget_prefixes()
             question = wire.UpdateWeights(shared.path, shared.arrays, partial, in_flight)
             answers = await self._fleet.ask_each(question)
-            refusals = [answer for answer in answers.values() if isinstance(answer, wire.Error)]
-            if refusals:
-                error = error_of(refusals[0].kind, refusals[0].message)
-                await self._take_back([one for one in answers if isinstance(answers[one], wire.Changed)], error)
-                raise error
-            if not answers:  # those that take their place are given what they had
+            takers = [replica for replica, answer in answers.items() if isinstance(answer, wire.Changed)]
+            try:
+                raise_refusal(answers)
+            except JPagedError:
+                await self._take_back(takers)
+                raise
+            if not takers:  # those that take their place are given what they had
                 raise EngineRestartingError(
                     "The engine process ended while it took the weights; the next one goes on with those that it had."
                     " The log says how it ended."
@@ -446,20 +445,20 @@ class AsyncLLMEngine:
         for one in replaced:
             one.close()
         for replica in self._requests.serving():
-            if replica not in answers:  # it has been started again meanwhile, whether or not the one before had them
+            if replica not in takers:  # it has been started again meanwhile, whether or not the one before had them
                 self._restore(replica)
 
-    async def _take_back(self, takers: Sequence[AsyncLink], error: JPagedError) -> None:
-        """Has no replica keep weights that another one refused. A process started again has those before."""
-        asleep: dict[AsyncLink, wire.Reply | wire.Error] = {}
-        if takers and isinstance(error, OutOfMemoryError):  # all sleep at level 2, and may do so on
-            asleep = await self._fleet.ask_each(wire.Sleep(2))
+    async def _take_back(self, takers: Sequence[AsyncLink]) -> None:
+        """Has no replica keep weights that another one refused. Those that slept at level 2 do so again; the processes
+        of the others are replaced, and the next ones are given the weights of before.
+        """
+        answers: Answers = {}
+        with contextlib.suppress(JPagedError):  # the refusal is what the caller wants to know
+            answers = await self._fleet.ask_each(wire.GiveBackWeights(), of=takers)
         for replica in takers:
-            sleeps = asleep.get(replica)
-            if replica.ready is not None and not (isinstance(sleeps, wire.Changed) and sleeps.value):
-                self._fleet.replace(
-                    replica, "It took weights that another replica refused"
-                )  # the next is given those before
+            answer = answers.get(replica)
+            if replica.ready is not None and not (isinstance(answer, wire.Changed) and answer.value):
+                self._fleet.replace(replica, "It took weights that another replica refused")
 
     async def pause(self) -> None:
         """Dispatches no step until `resume`. What was in flight has ended when it returns, and the devices are idle.

@@ -190,7 +190,7 @@ class EngineProcess:
             return wire.Intact()
         if isinstance(question, wire.ResetPrefixCache):
             return wire.Changed(int(engine.reset_prefix_cache()), engine.request_limits())
-        if isinstance(question, wire.Sleep | wire.WakeUp | wire.UpdateWeights):
+        if isinstance(question, wire.Sleep | wire.WakeUp | wire.UpdateWeights | wire.GiveBackWeights):
             self._pulse.rest()  # gigabytes are moved, read or mapped
         if isinstance(question, wire.Sleep):
             return wire.Changed(int(engine.sleep(question.level)), engine.request_limits())
@@ -201,6 +201,8 @@ class EngineProcess:
             weights = map_arrays(question.path, question.arrays)
             engine.update_weights(weights, partial=question.partial, in_flight=question.in_flight)
             return wire.Changed(1, engine.request_limits())
+        if isinstance(question, wire.GiveBackWeights):
+            return wire.Changed(int(engine.startup.give_back_weights()), engine.request_limits())
         if isinstance(question, wire.SetPaused):
             if question.paused:
                 engine.pause()

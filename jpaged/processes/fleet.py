@@ -7,7 +7,7 @@ on a socket to it; `OpenRequests` has its requests meanwhile.
 import asyncio
 import itertools
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from jpaged.api.config import EngineArgs, RestartOptions
@@ -27,6 +27,16 @@ _LAST_WORDS_S = 0.5
 """After its socket has closed, we wait this long for its exit code, so that the error can name it."""
 
 _AnswerT = TypeVar("_AnswerT", wire.Stats, wire.Pool, wire.Requests, wire.Changed, wire.Intact)
+
+Answers = dict[AsyncLink, wire.Reply | wire.Error | None]
+"""What each process that was asked has said; None: it ended, or did not answer in time."""
+
+
+def raise_refusal(answers: Answers) -> None:
+    """Raises the error of the first process that refuses, if one does."""
+    for answer in answers.values():
+        if isinstance(answer, wire.Error):
+            raise error_of(answer.kind, answer.message)
 
 
 class Fleet:
@@ -128,29 +138,30 @@ class Fleet:
         kind: the type of the answers. Raises the error of one that refuses.
         """
         answers = await self.ask_each(question, timeout_s)
-        for answer in answers.values():
-            if isinstance(answer, wire.Error):
-                raise error_of(answer.kind, answer.message)
+        raise_refusal(answers)
         return {replica.index: answer for replica, answer in answers.items() if isinstance(answer, kind)}
 
     async def ask_each(
-        self, question: wire.Question, timeout_s: float | None = None
-    ) -> dict[AsyncLink, wire.Reply | wire.Error]:
+        self, question: wire.Question, timeout_s: float | None = None, of: Iterable[AsyncLink] | None = None
+    ) -> Answers:
         """The same; returns refusals, too, and which process said what: one that has answered may have been replaced
-        before the last one does.
+        before the last one does. All that were asked are in it.
+
+        of: whom to ask, those that serve still; None: all that serve.
         """
         await self.ready()
         self.check_alive()
         futures: dict[AsyncLink, asyncio.Future[wire.Answer | None]] = {}
-        for replica in self.requests.serving():
+        serving = self.requests.serving()
+        for replica in serving if of is None else [one for one in of if one in serving]:
             call_id = next(self._call_ids)
             futures[replica] = asyncio.get_running_loop().create_future()
             self._calls[call_id] = replica, futures[replica]
             replica.send(wire.Call(call_id, question))
         if futures:
             await asyncio.wait(futures.values(), timeout=timeout_s)
-        came = {replica: future.result() for replica, future in futures.items() if future.done()}
-        return {replica: answer.value for replica, answer in came.items() if answer is not None}  # the others ended
+        came = {replica: future.result() if future.done() else None for replica, future in futures.items()}
+        return {replica: answer and answer.value for replica, answer in came.items()}
 
     def tell(self, replica: AsyncLink, question: wire.Question) -> None:
         """Asks one. If it refuses, another process takes its place."""

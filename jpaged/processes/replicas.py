@@ -35,7 +35,6 @@ from jpaged.api.errors import (
     EngineDeadError,
     InvalidParameterError,
     JPagedError,
-    OutOfMemoryError,
     UnsupportedParameterError,
     error_of,
     shown,
@@ -293,7 +292,7 @@ class ReplicatedEngine(RequestIntake):
 
         Raises:
             InvalidParameterError: as there; all replicas go on with the weights that they have. If only some can take
-                these, the engine is of no more use.
+                these and the engine does not sleep at level 2, it is of no more use.
             OutOfMemoryError: as there; all replicas sleep on, without weights.
         """
         check_choice("in_flight", in_flight, InFlight)
@@ -303,22 +302,25 @@ class ReplicatedEngine(RequestIntake):
         try:
             self._router.forget_prefixes()
             values = self._ask_each(wire.UpdateWeights(shared.path, shared.arrays, partial, in_flight))
-            refusals = [error_of(value.kind, value.message) for value in values if isinstance(value, wire.Error)]
-            if refusals:
-                if len(refusals) < len(values):
-                    self._take_back(refusals[0])
-                raise refusals[0]
+            refusal = next((value for value in values if isinstance(value, wire.Error)), None)
+            if refusal is not None:
+                error = error_of(refusal.kind, refusal.message)
+                paired = zip(self._replicas, values, strict=True)
+                self._take_back([replica for replica, value in paired if isinstance(value, wire.Changed)], error)
+                raise error
             self._keep_to_least([value for value in values if isinstance(value, wire.Changed)])
         finally:
             shared.close()
 
-    def _take_back(self, error: JPagedError) -> None:
-        """Has no replica keep weights that another one has refused."""
-        if isinstance(error, OutOfMemoryError):  # all sleep at level 2, and may do so on
-            self._ask_all(wire.Sleep(2), wire.Changed)
-        else:
-            self._ended = f"Only some replicas took the weights ({error}); start another engine."
-            self._finalizer()
+    def _take_back(self, takers: Sequence[_Replica], error: JPagedError) -> None:
+        """Has no replica keep weights that another one refused with `error`. Those that slept at level 2 do so again;
+        where one did not, the engine ends.
+        """
+        with suppress(EngineDeadError):  # the refusal is what the caller wants to know; the next call tells of the end
+            values = self._ask_each(wire.GiveBackWeights(), takers)
+            if not all(isinstance(value, wire.Changed) and value.value for value in values):
+                self._ended = f"Only some replicas took the weights ({error}); start another engine."
+                self._finalizer()
 
     def weights_as(self, form: str) -> Any:
         """Refuses: arrays of other processes' devices are not to be had here.
@@ -421,15 +423,16 @@ class ReplicatedEngine(RequestIntake):
                 raise error_of(value.kind, value.message)
         return [value for value in values if isinstance(value, kind)]
 
-    def _ask_each(self, question: wire.Question) -> list[wire.Reply | wire.Error]:
-        """The same, with the errors that it raised."""
+    def _ask_each(self, question: wire.Question, of: Sequence[_Replica] | None = None) -> list[wire.Reply | wire.Error]:
+        """The same, with the errors that it raised. of: whom to ask; None: all."""
+        asked = self._replicas if of is None else of
         self._check_alive()
         call_id = next(self._call_ids)
         message = wire.frame(wire.Call(call_id, question))
-        for replica in self._replicas:
+        for replica in asked:
             self._send(replica, message)
         values = []
-        for replica in self._replicas:
+        for replica in asked:
             while replica.answer is None or replica.answer.call_id != call_id:
                 self._receive(replica)
             values.append(replica.answer.value)

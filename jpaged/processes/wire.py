@@ -228,6 +228,12 @@ class UpdateWeights(_Message):
     in_flight: InFlight
 
 
+class GiveBackWeights(_Message):
+    """Answered by Changed: whether the engine, which slept at level 2 when it took its last weights, sleeps so again
+    and is as it was before them. False, and nothing is done, where it did not sleep so.
+    """
+
+
 class SetPaused(_Message):
     """Answered by Changed: whether the engine is paused."""
 
@@ -248,6 +254,7 @@ Question = (
     | Sleep
     | WakeUp
     | UpdateWeights
+    | GiveBackWeights
     | SetPaused
     | CheckIntegrity
 )

@@ -38,6 +38,7 @@ from jpaged.processes.wire import (
     Error,
     FrameReader,
     GetRequests,
+    GiveBackWeights,
     Ready,
     Refused,
     Requests,
@@ -439,8 +440,25 @@ def test_replicas_that_sleep_give_weights_back_for_which_another_one_has_no_memo
         update = asyncio.ensure_future(played.engine.update_weights(WEIGHTS))
         await played.processes[0].answer(UpdateWeights, TAKEN)
         await played.processes[1].answer(UpdateWeights, NO_MEMORY)
+        await played.processes[0].answer(GiveBackWeights, TAKEN)
+        with pytest.raises(OutOfMemoryError, match="no memory for them"):
+            await update
+        assert played.killed == []
+        paused = asyncio.ensure_future(played.engine.pause())
         for process in played.processes:
-            await process.answer(Sleep, TAKEN)
+            await process.answer(SetPaused, TAKEN)  # who refused has nothing to give back
+        await paused
+
+    play_replicas(scene)
+
+
+def test_a_refusal_is_raised_though_who_took_the_weights_ends_before_it_gave_them_back():
+    async def scene(played):
+        update = asyncio.ensure_future(played.engine.update_weights(WEIGHTS))
+        await played.processes[0].answer(UpdateWeights, TAKEN)
+        await played.processes[1].answer(UpdateWeights, NO_MEMORY)
+        assert isinstance((await played.processes[0].receive()).question, GiveBackWeights)
+        played.engine._fleet._die(played.engine._fleet.replicas[0], EngineDeadError("it is not started again"))
         with pytest.raises(OutOfMemoryError, match="no memory for them"):
             await update
         assert played.killed == []
@@ -453,6 +471,7 @@ def test_weights_that_one_replica_refuses_no_replica_keeps():
         update = asyncio.ensure_future(played.engine.update_weights(WEIGHTS))
         await played.processes[0].answer(UpdateWeights, TAKEN)
         await played.processes[1].answer(UpdateWeights, Error("InvalidParameterError", "cannot be mapped"))
+        await played.processes[0].answer(GiveBackWeights, Changed(0, LIMITS))  # it did not sleep
         with pytest.raises(InvalidParameterError, match="cannot be mapped"):
             await update
         assert played.killed == [0]

@@ -66,6 +66,8 @@ class EchoEngine:
         self.pins = True
         self.weights: Any = None
         self.refuses: Exception | None = None
+        self.startup = SimpleNamespace(**vars(EchoEngine.startup), give_back_weights=self.give_back_weights)
+        self.slept_at_level_2 = False
 
     def check_awake(self) -> None:
         """It never sleeps."""
@@ -138,9 +140,10 @@ class EchoEngine:
             raise self.refuses
         self.weights = {name: array.tolist() for name, array in weights.items()}, partial, in_flight
 
-    def sleep(self, level: int) -> bool:
-        self.weights = None
-        return True
+    def give_back_weights(self) -> bool:
+        if self.slept_at_level_2:
+            self.weights = None
+        return self.slept_at_level_2
 
 
 class ReplicaThread:
@@ -354,6 +357,8 @@ def test_every_replica_takes_new_weights_or_none_does(llm):
 
 
 def test_weights_that_one_replica_has_no_memory_for_are_given_back_by_the_others(llm):
+    for echo in echoes(llm.engine):
+        echo.slept_at_level_2 = True
     echoes(llm.engine)[1].refuses = OutOfMemoryError("no room for weights")
     with pytest.raises(OutOfMemoryError, match="no room for weights"):
         llm.update_weights({"a": np.ones(2)})

@@ -43,6 +43,7 @@ class Startup:
     mesh: what it runs on. load_weights: reads the checkpoint, again if need be.
     updater: knows the places of weights by name.
     has_given_weights: it has weights that somebody gave, and that no checkpoint holds.
+    _given_before: what that was before weights came to an engine asleep at level 2; None once they can stay.
     on_first_use: what compiles programs when they are first needed; None: all are compiled.
     leader: what runs plans here and in all other processes, where there are several.
     user: the engine whose keys and values the pool holds: the last one that ran on it.
@@ -64,6 +65,7 @@ class Startup:
     user: ReferenceType[Any] | None = None
     asleep: int = 0
     has_given_weights: bool = False
+    _given_before: bool | None = None
     on_first_use: OnFirstUse | None = None
 
     @property
@@ -115,7 +117,7 @@ class Startup:
             raise InvalidParameterError("sleep is for a model on one host; this one spans several processes.")
         if level > self.asleep:
             self.runner.sleep(level)
-            self.asleep = level
+            self.asleep, self._given_before = level, None
 
     def wake_up(self) -> None:
         """Takes the memory again that `sleep` gave back; weights are read from the checkpoint. Nothing if awake.
@@ -144,7 +146,7 @@ class Startup:
                     wanted = f"the weights of {_size(self.memory.weights)} and {wanted}"
                 raise OutOfMemoryError(f"There is no room for {wanted}; let others give memory back.") from error
             self.runner.wake_up(self._num_backed, pools, states, weights)
-        self.asleep = 0
+        self.asleep, self._given_before = 0, None
 
     def check_weights(self, weights: Any, *, partial: bool = False) -> Update:
         """Finds the places of weights, and changes nothing; as `WeightUpdater.match`.
@@ -186,8 +188,22 @@ class Startup:
                 raise OutOfMemoryError(
                     f"There is no room for the weights of {_size(self.memory.weights)}; let others give memory back."
                 ) from error
+        self._given_before = self.has_given_weights if self.asleep == 2 else None
         self.asleep = min(self.asleep, 1)
         self.has_given_weights = True
+
+    def give_back_weights(self) -> bool:
+        """Undoes the last `update_weights` of an engine that slept at level 2 then and sleeps still: it sleeps at level
+        2 again, and `wake_up` does what it would have done before.
+
+        Returns: False, and nothing is done, where the engine did not sleep at level 2 or has been woken since.
+        """
+        given = self._given_before
+        if given is None:
+            return False
+        self.sleep(2)
+        self.has_given_weights = given
+        return True
 
     def weights_as(self, form: WeightsForm) -> Any:
         """Copies of the weights, as `WeightUpdater.read`.
