@@ -266,15 +266,25 @@ class StepRequests(ClientRequests):
         }
 
     def _take_started(self) -> list[ClientRequest]:
-        """Requests started since the last call: the first in the queue, or any of them where some have priority."""
+        """Requests started since the last call: the first in the queue, or any of them where some have priority. Others
+        overtake those that wait for their grammar.
+        """
         waiting, started = self._not_started, []
         if self._engine.args.scheduling_policy == "priority":
             started = [entry for entry in waiting if entry.request.status not in _BEFORE_START]
             if started:
                 self._not_started = deque(t for t in waiting if t.request.status in _BEFORE_START)
             return started
-        while waiting and waiting[0].request.status not in _BEFORE_START:
-            started.append(waiting.popleft())
+        overtaken = []
+        while waiting:
+            request = waiting[0].request
+            if request.status not in _BEFORE_START:
+                started.append(waiting.popleft())
+            elif request.sampling.structured_outputs is not None:
+                overtaken.append(waiting.popleft())
+            else:
+                break
+        waiting.extendleft(reversed(overtaken))
         return started
 
 

@@ -161,7 +161,7 @@ class Fleet:
         if futures:
             await asyncio.wait(futures.values(), timeout=timeout_s)
         came = {replica: future.result() if future.done() else None for replica, future in futures.items()}
-        return {replica: answer and answer.value for replica, answer in came.items()}
+        return {replica: None if answer is None else answer.value for replica, answer in came.items()}
 
     def tell(self, replica: AsyncLink, question: wire.Question) -> None:
         """Asks one. If it refuses, another process takes its place."""

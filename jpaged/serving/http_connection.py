@@ -7,7 +7,8 @@
 What stands between and behind the chunks of a body is counted likewise, from one piece of the body to the next.
 
 Connections leave some of the process's descriptors free; one too many gets a 503. Else a flood of them would keep an
-engine process that has ended from being started again.
+engine process that has ended from being started again. What such a client sends is read and dropped for a moment: a
+socket that is closed with unread data resets the connection, and the client may see the reset in place of the 503.
 
 An answer waits while its client takes none of it (`--send-timeout`), and no more of it is written meanwhile; then the
 connection is cut, which aborts the request. When the server drains, it waits less long.
@@ -21,8 +22,9 @@ with the connection.
 """
 
 import asyncio
+import contextlib
 import resource
-from typing import Any
+from typing import Any, ClassVar
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -39,6 +41,12 @@ _OFFER = (b"upgrade", b"connection")
 """Headers that offer another protocol."""
 _KEPT_DESCRIPTORS = 256
 """For other things than connections; half of all where there are fewer than twice as many."""
+_MOST_TURNED_AWAY = _KEPT_DESCRIPTORS // 2
+"""Connections too many that are read from at once; a quarter of all descriptors where these are few."""
+_TURNED_AWAY_S = 2.0
+"""For so long."""
+_TURNED_AWAY_BYTES = 1 << 20
+"""And at most so many bytes of each."""
 
 
 def limited_protocol(limits: ServerLimits) -> type[HttpToolsProtocol]:
@@ -48,7 +56,10 @@ def limited_protocol(limits: ServerLimits) -> type[HttpToolsProtocol]:
         pass
 
     LimitedHttpConnection.limits = limits
-    LimitedHttpConnection.most_connections = most_connections()
+    LimitedHttpConnection.most_connections = most = most_connections()
+    if most is not None:
+        LimitedHttpConnection.most_turned_away = min(_MOST_TURNED_AWAY, most // 2)
+    LimitedHttpConnection.turned_away = set()
     return LimitedHttpConnection
 
 
@@ -62,10 +73,14 @@ class HttpConnection(HttpToolsProtocol):
     """One connection of a client.
 
     limits: of its headers. most_connections: at once.
+    most_turned_away: connections too many that may be open at once. turned_away: those that are.
     """
 
     limits: ServerLimits
     most_connections: int | None = None
+    most_turned_away: int = _MOST_TURNED_AWAY
+    turned_away: ClassVar[set["HttpConnection"]] = set()
+    _dropped_bytes = 0
     _deadline: asyncio.TimerHandle | None = None
     _in_headers = False
     _header_bytes = 0
@@ -78,12 +93,14 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        if self.most_connections is not None and len(self.connections) > self.most_connections:
-            self._refuse(ApiError(503, f"{self.most_connections} connections are open already; try again later."))
+        most, num_open = self.most_connections, len(self.connections) - len(self.turned_away)
+        if most is not None and num_open > most:
+            self._turn_away(ApiError(503, f"{most} connections are open already; try again later."))
         else:
             self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.turned_away.discard(self)
         self._disarm()
         self._stop_waiting()
         super().connection_lost(exc)
@@ -103,6 +120,11 @@ class HttpConnection(HttpToolsProtocol):
         super().shutdown()
 
     def data_received(self, data: bytes) -> None:
+        if self in self.turned_away:
+            self._dropped_bytes += len(data)
+            if self._dropped_bytes > _TURNED_AWAY_BYTES:
+                self.transport.abort()
+            return
         self._unset_keepalive_if_required()
         if self._deadline is None and not self._is_answering:
             self._arm()  # the next request of a connection that was kept
@@ -219,14 +241,28 @@ class HttpConnection(HttpToolsProtocol):
         else:
             self.transport.close()
 
+    def _turn_away(self, error: ApiError) -> None:
+        self.turned_away.add(self)
+        self._say(error)
+        if len(self.turned_away) > self.most_turned_away:
+            self.transport.close()
+            return
+        if self.transport.can_write_eof():  # not with TLS, where the length of the answer has to do
+            with contextlib.suppress(OSError):  # the client is gone
+                self.transport.write_eof()
+        self._deadline = self.loop.call_later(_TURNED_AWAY_S, self.transport.abort)
+
     def _refuse(self, error: ApiError) -> None:
         self._disarm()
+        self._say(error)
+        self.transport.close()
+
+    def _say(self, error: ApiError) -> None:
         access_log.info("%s refused: %d %s", self.client[0] if self.client else "-", error.status, error.message)
         if not self._is_answering or not self.cycle.response_started:
             body = error.body()
             head = f"HTTP/1.1 {error.status} -\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
             self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
-        self.transport.close()
 
 
 def _end_with_connection(cycle: RequestResponseCycle) -> None:

@@ -81,14 +81,14 @@ class _Worker:
 
     async def begin(self, engine: AsyncLLMEngine, sockets: Sequence[socket.socket | None]) -> None:
         """Starts the process. sockets: to the replicas; closed here. Raises OSError if it cannot be started."""
-        ours, theirs = handover.socket_pair()
         assert engine.keeper is not None
-        engine.keeper.add_client(self.number, ours)
-        start = self._start
-        start.engine_fds = [None if sock is None else sock.fileno() for sock in sockets]
-        start.handover_fd = theirs.fileno()
-        fds = (*start.engine_fds, start.handover_fd, start.board_fd, start.clients_fd, start.listen_fd)
+        start, theirs = self._start, None
         try:
+            ours, theirs = handover.socket_pair()
+            engine.keeper.add_client(self.number, ours)
+            start.engine_fds = [None if sock is None else sock.fileno() for sock in sockets]
+            start.handover_fd = theirs.fileno()
+            fds = (*start.engine_fds, start.handover_fd, start.board_fd, start.clients_fd, start.listen_fd)
             self.process = await asyncio.create_subprocess_exec(
                 *python_command("jpaged.serving.api_process"),
                 stdin=PIPE,

@@ -75,7 +75,8 @@ def test_a_request_that_reports_only_its_end_returns_its_tokens_when_it_is_abort
 def test_a_stream_whose_log_probabilities_nobody_takes_ends_and_gives_back_what_it_holds(run):
     async def scene(engine):
         params = SamplingParams(**LONG | {"max_tokens": 300}, logprobs=20, output_kind=RequestOutputKind.DELTA)
-        read = engine.generate(PROMPT, params, "read", max_backlog_bytes=1 << 20)  # more than it holds in all
+        # Less than it holds in all, so what is taken must be given back.
+        read = engine.generate(PROMPT, params, "read", max_backlog_bytes=1 << 20)
         unread = engine.generate(PROMPT, params, "unread", max_backlog_bytes=1 << 16)
         async with contextlib.aclosing(unread):
             await anext(unread)

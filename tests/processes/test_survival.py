@@ -171,6 +171,7 @@ def test_requests_wait_while_the_engine_is_started_again_and_fail_when_it_is_not
     async def scene(engine):
         await engine.check_health()
         spare = engine._fleet.processes._spares[0].pid
+        os.kill(spare, signal.SIGSTOP)  # until all requests wait, which those with grammars take a while to
         os.kill(engine._fleet.processes.pids[0], signal.SIGKILL)
         await until(lambda: engine.is_restarting)
         asked = ask_all(engine, 2)
@@ -178,13 +179,13 @@ def test_requests_wait_while_the_engine_is_started_again_and_fail_when_it_is_not
             await engine.check_health()
         assert engine.is_alive
         assert await engine.get_replica_metrics() == {}
-        await asyncio.sleep(0)
-        assert engine.num_queued == len(asked)
+        await until(lambda: engine.num_queued == len(asked))
         gone = asyncio.ensure_future(ask(engine, "greedy", 99))
         await until(lambda: engine.num_queued == len(asked) + 1)
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
         assert engine.num_queued == len(asked)
+        os.kill(spare, signal.SIGCONT)
         assert await asyncio.gather(*asked) == calm
         await engine.check_health()
         assert engine._fleet.processes.pids == [spare]

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -339,3 +341,15 @@ def test_an_api_process_that_cannot_be_started_at_the_moment_is_tried_again(monk
 
 
 STARTED_WITH = ("engine_fds", "handover_fd", "board_fd", "clients_fd", "listen_fd")
+
+
+def test_an_api_process_for_which_no_descriptor_is_left_leaves_no_socket_open(monkeypatch):
+    def refuse():
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(workers.handover, "socket_pair", refuse)
+    sockets = socket.socketpair()
+    worker = workers._Worker(1, SimpleNamespace(), most_restarts=1)
+    with pytest.raises(OSError, match="too many open files"):
+        asyncio.run(worker.begin(SimpleNamespace(keeper=SimpleNamespace()), sockets))
+    assert [one.fileno() for one in sockets] == [-1, -1]

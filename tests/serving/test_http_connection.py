@@ -1,6 +1,7 @@
 """HTTP as it comes over the wire, in front of an application that only echoes."""
 
 import asyncio
+import contextlib
 import json
 import re
 import resource
@@ -43,6 +44,15 @@ async def slow(request: Request) -> Response:
     return StreamingResponse(ticks())
 
 
+async def stopped(request: Request) -> Response:
+    """Keeps the server's loop from going on until GO is set."""
+    GO.wait(60)
+    return Response()
+
+
+GO = threading.Event()
+
+
 async def endless(request: Request) -> Response:
     async def one_tick():
         yield b"tick\n"
@@ -79,12 +89,13 @@ async def flood(request: Request) -> Response:
 FLOOD = {}
 
 
-def serving(header_timeout_s, send_timeout_s=60.0, most_connections=None):
+def serving(header_timeout_s, send_timeout_s=60.0, most_connections=None, most_turned_away=None):
     """The port of a server that gives headers, and clients who should read, so much time."""
     routes = [
         Route("/echo", echo, methods=["GET", "POST"]),
         Route("/header", header, methods=["POST"]),
         Route("/slow", slow),
+        Route("/stopped", stopped),
         Route("/endless", endless),
         Route("/parts", parts),
         Route("/flood", flood),
@@ -92,6 +103,7 @@ def serving(header_timeout_s, send_timeout_s=60.0, most_connections=None):
     limits = ServerLimits(header_timeout_s=header_timeout_s, send_timeout_s=send_timeout_s, max_header_bytes=1000)
     protocol = limited_protocol(limits)
     protocol.most_connections = most_connections or protocol.most_connections
+    protocol.most_turned_away = most_turned_away or protocol.most_turned_away
     config = uvicorn.Config(Starlette(routes=routes), http=protocol, ws="none", lifespan="off", log_config=None)
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as sock:
@@ -293,9 +305,85 @@ def test_connections_leave_descriptors_for_other_things_and_one_too_many_is_told
         assert statuses(answer) == [503]
         assert b"2 connections are open already" in answer
         idle.pop().close()
-        while statuses(talk(port, request(b"/echo", headers=b"connection: close\r\n"))) != [200]:
-            pass  # until the server has noticed
+        wait_for_room(port)
         idle.pop().close()
+
+
+def wait_for_room(port):
+    """Until the server has noticed that a connection was closed."""
+    answer = b""
+    while statuses(answer) != [200]:
+        with contextlib.suppress(ConnectionError):
+            answer = talk(port, request(b"/echo", headers=CLOSE))
+
+
+def connected(port, *parts):
+    """A connection over which so much has been sent."""
+    sock = socket.create_connection(("127.0.0.1", port), timeout=60)
+    for part in parts:
+        sock.sendall(part)
+    return sock
+
+
+def everything(sock):
+    return b"".join(iter(lambda: sock.recv(65536), b""))
+
+
+def send_until_cut_off(sock, data, most):
+    """Sends so often, or until the server has closed the connection for good."""
+    for _ in range(most):
+        try:
+            sock.sendall(data)
+        except ConnectionError:
+            return
+        time.sleep(0.01)
+    pytest.fail("the server has not cut it off")
+
+
+def test_who_is_turned_away_reads_the_503_though_a_request_was_sent_before_the_server_looked():
+    for port in serving(60.0, most_connections=1):
+        GO.clear()
+        with connected(port, request(b"/stopped")) as first:
+            many = [connected(port, request(b"/echo", b"b" * 50_000)) for _ in range(20)]
+            GO.set()
+            assert statuses(first.recv(65536)) == [200]
+            for one in many:
+                with one:
+                    assert statuses(everything(one)) == [503]
+
+
+def test_who_is_turned_away_takes_no_place_and_is_cut_off_for_too_many_bytes(monkeypatch):
+    monkeypatch.setattr(http_connection, "_TURNED_AWAY_S", 3600.0)
+    for port in serving(60.0, most_connections=1):
+        with connected(port, request(b"/echo")) as idle:
+            assert statuses(idle.recv(65536)) == [200]
+            away = connected(port)
+            assert statuses(everything(away)) == [503]
+        wait_for_room(port)
+        with away:
+            send_until_cut_off(away, b"a" * 65536, 1000)
+
+
+def test_who_is_turned_away_is_cut_off_in_time(monkeypatch):
+    monkeypatch.setattr(http_connection, "_TURNED_AWAY_S", 0.05)
+    for port in serving(60.0, most_connections=1):
+        with connected(port, request(b"/echo")) as idle, connected(port) as away:
+            assert statuses(idle.recv(65536)) == [200]
+            assert statuses(everything(away)) == [503]
+            send_until_cut_off(away, b"a", 6000)
+
+
+def test_few_who_are_turned_away_are_waited_for_at_once(monkeypatch):
+    monkeypatch.setattr(http_connection, "_TURNED_AWAY_S", 3600.0)
+    for port in serving(60.0, most_connections=1, most_turned_away=1):
+        with connected(port, request(b"/echo")) as idle:
+            assert statuses(idle.recv(65536)) == [200]
+            with connected(port) as waited_for, connected(port) as closed:
+                assert statuses(everything(waited_for)) == [503]
+                assert statuses(everything(closed)) == [503]
+                send_until_cut_off(closed, b"a", 6000)
+                waited_for.sendall(b"a")
+                waited_for.sendall(b"a")
 
 
 @pytest.mark.parametrize(("descriptors", "connections"), [(1024, 768), (100, 50), (resource.RLIM_INFINITY, None)])

@@ -24,7 +24,8 @@ def test_replicas_give_the_paged_layouts_texts_asleep_they_refuse_and_awake_they
     while engine.has_unfinished_requests():
         expected |= {output.request_id: output.outputs[0].text for output in engine.step()}
 
-    LLMEngine(EngineArgs(**DEMO_ENGINE, kv_cache_layout="virtual"))  # compiles once what both replicas would
+    engine.close()
+    LLMEngine(EngineArgs(**DEMO_ENGINE, kv_cache_layout="virtual")).close()  # compiles once what both replicas would
     server = Server(tmp_path / "log", *OPTIONS)
     try:
 

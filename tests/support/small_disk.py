@@ -35,4 +35,4 @@ def filled(disk: Path, left_bytes: int = 0) -> Iterator[None]:
             file.truncate(max(0, filler.stat().st_size - left_bytes))
         yield
     finally:
-        filler.unlink()
+        filler.unlink(missing_ok=True)
