@@ -19,7 +19,8 @@ import pytest
 from jpaged import cli
 from jpaged.api.config import EngineArgs
 from jpaged.api.errors import InvalidParameterError, ModelNotFoundError
-from jpaged.api.sampling_params import RequestOutputKind
+from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.engine.sequences.request import RequestStatus
 from jpaged.frontend.llm_engine import LLMEngine
 from jpaged.processes import keeper
@@ -280,16 +281,20 @@ def test_limits_are_positive_and_finite(value):
         ServerLimits(body_timeout_s=value)
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_what_has_started_is_told_though_another_with_less_priority_waits_before_it(policy):
+@pytest.mark.parametrize("before", ["nothing", "one with less priority", "one whose grammar is not ready"])
+def test_what_has_started_is_told_whatever_waits_before_it(before):
     class ClientRequest:  # all that counts of it
-        def __init__(self, status):
-            self.request = SimpleNamespace(status=status)
+        def __init__(self, status, structured_outputs=None):
+            self.request = SimpleNamespace(
+                status=status, sampling=SamplingParams(structured_outputs=structured_outputs)
+            )
 
+    policy = "priority" if before == "one with less priority" else "fcfs"
     engine = SimpleNamespace(args=EngineArgs(scheduling_policy=policy), core=None)
     requests = StepRequests(engine)
-    waiting, running = ClientRequest(RequestStatus.WAITING), ClientRequest(RequestStatus.RUNNING)
-    requests._not_started.extend([waiting, running] if policy == "priority" else [running, waiting])
+    grammar = StructuredOutputsParams(json_object=True) if before == "one whose grammar is not ready" else None
+    waiting, running = ClientRequest(RequestStatus.WAITING, grammar), ClientRequest(RequestStatus.RUNNING)
+    requests._not_started.extend([running, waiting] if before == "nothing" else [waiting, running])
     assert requests._take_started() == [running]
     assert list(requests._not_started) == [waiting]
     assert requests._take_started() == []
