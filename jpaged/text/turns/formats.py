@@ -20,6 +20,8 @@ from jpaged.text.turns.arguments import (
 )
 from jpaged.text.turns.declarations import ARGUMENTS, NAME, NUMBER, Maybe, ReasoningFormat, ToolFormat
 
+_JSON_CALL = ('{"name": "', NAME, '", "arguments": ', ARGUMENTS, "}")
+
 HARMONY = ToolFormat(  # GPT-OSS
     name="harmony",
     call=("<|channel|>commentary to=functions.", NAME, " <|constrain|>json<|message|>", ARGUMENTS),
@@ -92,7 +94,7 @@ MISTRAL_ARGS = ToolFormat(  # tokenizers from version 11 on: Devstral, Magistral
 MISTRAL = ToolFormat(
     name="mistral",
     opening=("[TOOL_CALLS]", Maybe(" "), "["),
-    call=('{"name": "', NAME, '", "arguments": ', ARGUMENTS, "}"),
+    call=_JSON_CALL,
     arguments=JSON,
     between=", ",
     closing="]",
@@ -142,7 +144,7 @@ COHERE = ToolFormat(  # Command R7B and A
 GRANITE = ToolFormat(  # Granite 3; Granite 4 writes as Hermes
     name="granite",
     opening=("<|tool_call|>", Maybe(" "), "["),
-    call=('{"name": "', NAME, '", "arguments": ', ARGUMENTS, "}"),
+    call=_JSON_CALL,
     arguments=JSON,
     between=", ",
     closing="]",
@@ -151,7 +153,7 @@ GRANITE = ToolFormat(  # Granite 3; Granite 4 writes as Hermes
 PHI4_MINI = ToolFormat(  # where the template asks for it
     name="phi4_mini",
     opening=("functools[",),
-    call=('{"name": "', NAME, '", "arguments": ', ARGUMENTS, "}"),
+    call=_JSON_CALL,
     arguments=JSON,
     between=", ",
     closing="]",
@@ -160,7 +162,7 @@ PHI4_MINI = ToolFormat(  # where the template asks for it
 NEMOTRON = ToolFormat(  # Llama-Nemotron
     name="nemotron",
     opening=("<TOOLCALL>", "["),
-    call=('{"name": "', NAME, '", "arguments": ', ARGUMENTS, "}"),
+    call=_JSON_CALL,
     arguments=JSON,
     between=", ",
     closing="]</TOOLCALL>",
