@@ -17,7 +17,7 @@ import pytest
 from jaxlib.mlir import ir
 
 from jpaged.pallas_kernels import registry
-from jpaged.pallas_kernels.common import native_calls
+from jpaged.pallas_kernels.common import cuda_driver, native_calls
 from jpaged.pallas_kernels.common.native_calls import make_native
 from jpaged.pallas_kernels.common.triton_code import Kernel, kernel_of
 from tests.pallas_kernels.test_hopper_compile import missing_compiler
@@ -159,16 +159,33 @@ def silent() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("value", "native"), [(None, False), ("", False), ("ffi", False), ("native", True)])
-@pytest.mark.usefixtures("silent")
-def test_the_environment_says_how_kernels_are_called_and_programs_depend_on_it(monkeypatch, value, native):
+@pytest.fixture
+def checked_jaxlib(monkeypatch):
     monkeypatch.setattr(native_calls, "jaxlib", SimpleNamespace(__version__="0.11.2"))
     monkeypatch.delenv(native_calls.VARIABLE, raising=False)
-    usual = registry.compilers()
+
+
+@pytest.mark.parametrize("refused", [None, "the driver's cache is off"])
+@pytest.mark.parametrize("value", [None, "", "ffi", "native"])
+@pytest.mark.usefixtures("silent", "checked_jaxlib")
+def test_calls_are_native_unless_the_driver_speaks_against_it_or_the_environment_says(monkeypatch, value, refused):
+    monkeypatch.setattr(cuda_driver, "why_not_compiler", lambda: refused)
     if value is not None:
         monkeypatch.setenv(native_calls.VARIABLE, value)
-    assert native_calls.wanted() is native
-    assert (registry.compilers() != usual) is native
+    assert native_calls.why_not_default() == refused
+    assert native_calls.wanted() is (value == "native" if value else refused is None)
+
+
+@pytest.mark.usefixtures("checked_jaxlib")
+def test_programs_of_the_two_ways_have_different_names(monkeypatch):
+    def compilers(way):
+        monkeypatch.setenv(native_calls.VARIABLE, way)
+        return registry.compilers()
+
+    assert compilers("native") != compilers("ffi")
+    for refused, way in ((None, "native"), ("the driver's cache is off", "ffi")):
+        monkeypatch.setattr(cuda_driver, "why_not_compiler", lambda refused=refused: refused)
+        assert compilers("") == compilers(way)
 
 
 def test_another_word_is_refused(monkeypatch):
@@ -179,8 +196,12 @@ def test_another_word_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("version", ["0.10.2", "0.12.0", "1.0.0.dev20270101"])
 def test_a_jaxlib_that_was_not_checked_keeps_its_own_calls_and_says_so(monkeypatch, version):
-    monkeypatch.setenv(native_calls.VARIABLE, "native")
     monkeypatch.setattr(native_calls, "jaxlib", SimpleNamespace(__version__=version))
+    monkeypatch.setattr(cuda_driver, "why_not_compiler", lambda: None)
+    monkeypatch.delenv(native_calls.VARIABLE, raising=False)
+    assert native_calls.wanted() is False
+    assert f"this is {version}" in native_calls.why_not_default()
+    monkeypatch.setenv(native_calls.VARIABLE, "native")
     with pytest.warns(UserWarning, match=rf"checked with jaxlib 0\.11 only, and this is {re.escape(version)}"):
         assert native_calls.wanted() is False
 

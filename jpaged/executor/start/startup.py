@@ -67,8 +67,8 @@ from jpaged.host.interrupt import KeptInterrupt
 from jpaged.models import Model, ModelConfig, Weights, build
 from jpaged.models.experts import split_by_experts
 from jpaged.models.loading.live import WeightUpdater
-from jpaged.pallas_kernels import registry
-from jpaged.pallas_kernels.common import native_calls
+from jpaged.pallas_kernels import devices, registry
+from jpaged.pallas_kernels.common import cuda_driver, native_calls
 
 log = logging.getLogger("jpaged.startup")
 
@@ -96,6 +96,7 @@ def start(args: EngineArgs, directory: Path, weights: Any = None) -> Startup:
     enable_persistent_cache()
     cache_limit = cache_limit_bytes(os.environ)
     _check_triton_calls()
+    _place_code_of_driver()
     with _timed(seconds, "open devices"):
         mesh = DeviceMesh(pick_devices(args.tensor_parallel_size))
     _check_backend(args.kernel_backend)
@@ -138,6 +139,13 @@ def _check_triton_calls() -> None:
         raise InvalidParameterError(str(wrong)) from None
 
 
+def _place_code_of_driver() -> None:
+    """Has the GPU's driver keep what it compiles beside the compiled programs, where its own directory cannot be
+    written."""
+    if cuda_driver.wants_code_directory() and (directory := cache_directory("cuda")) is not None:
+        os.environ[cuda_driver.PATH] = str(directory)
+
+
 def _check_backend(kernel_backend: str | None) -> None:
     """Warns if a device that has kernels will do without.
 
@@ -151,6 +159,20 @@ def _check_backend(kernel_backend: str | None) -> None:
             )
     elif (lost := registry.lost_here()) is not None:
         log.warning(lost)
+    _warn_of_slow_calls(kernel_backend)
+
+
+def _warn_of_slow_calls(kernel_backend: str | None) -> None:
+    """Says why a device that runs Triton's kernels has jaxlib launch them, unless that was asked for."""
+    if devices.default_device().platform != "gpu" or (kernel_backend or registry.preferred_here()) != "triton":
+        return
+    if native_calls.asked_for() is None and (reason := native_calls.why_not_default()) is not None:
+        log.warning(
+            "jaxlib launches Triton's kernels, so small steps take longer: %s. %s=ffi silences this, and native overrules"
+            " it.",
+            reason,
+            native_calls.VARIABLE,
+        )
 
 
 def _start_on(

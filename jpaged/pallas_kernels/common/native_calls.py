@@ -1,10 +1,13 @@
 """Triton's kernels as kernels that XLA itself launches.
 
-    JPAGED_TRITON_CALLS=ffi       (the default) jax-triton's custom call. jaxlib's handler looks the kernel up by its
-                                  whole description at each run of a program, and launches it; a CUDA graph holds each
-                                  call as a graph of its own, recorded while that handler runs
     JPAGED_TRITON_CALLS=native    a custom call that XLA knows, with the kernel's PTX and its launch: an ordinary kernel
                                   of a CUDA graph, which asks nothing of jaxlib when a program runs
+    JPAGED_TRITON_CALLS=ffi       jax-triton's custom call. jaxlib's handler looks the kernel up by its whole
+                                  description at each run of a program, and launches it; a CUDA graph holds each call as
+                                  a graph of its own, recorded while that handler runs
+
+The default is native, unless `why_not_default` says otherwise: the GPU's driver compiles the PTX of every call when a
+program first runs, so it must take that PTX and find what it compiled before on its disk.
 
 XLA passes a kernel pointers to the call's operands, then to its results; an operand that is updated in place comes
 twice, as its result too. Triton's kernels have a parameter for each array, that operand but once, and pointers to
@@ -22,6 +25,7 @@ import jaxlib
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
+from jpaged.pallas_kernels.common import cuda_driver
 from jpaged.pallas_kernels.common.triton_code import Kernel
 
 VARIABLE = "JPAGED_TRITON_CALLS"
@@ -34,36 +38,36 @@ _TARGET_NAME, _DESCRIPTION = "call_target_name", "mhlo.backend_config"  # attrib
 _ALIASES = "output_operand_aliases"
 
 
-def asked_for() -> str:
-    """What the environment variable says: "ffi" or "native".
+def asked_for() -> str | None:
+    """What the environment variable says: "ffi" or "native"; None if nothing.
 
     Raises:
         ValueError: it says something else.
     """
-    value = os.environ.get(VARIABLE, "").strip() or "ffi"
-    if value not in ("ffi", "native"):
-        raise ValueError(f"{VARIABLE} must be ffi or native, got {value!r}; unset it to have ffi.")
+    value = os.environ.get(VARIABLE, "").strip() or None
+    if value not in (None, "ffi", "native"):
+        raise ValueError(f"{VARIABLE} must be ffi or native, got {value!r}; unset it to choose by machine.")
     return value
 
 
 def wanted() -> bool:
     """Whether programs that are lowered from now on call Triton's kernels natively.
 
-    A jaxlib that was not checked keeps jax-triton's calls, with a warning.
+    A jaxlib that was not checked keeps jax-triton's calls, with a warning if others were asked for.
 
     Raises:
         ValueError: as `asked_for`.
     """
     value = asked_for()
-    if value == "native" and not _is_checked():
-        checked = ", ".join(".".join(map(str, release)) for release in CHECKED_JAXLIB)
-        warnings.warn(
-            f"{VARIABLE}=native was checked with jaxlib {checked} only, and this is {jaxlib.__version__}: Triton's "
-            "kernels are called as with ffi",
-            stacklevel=2,
-        )
+    if value == "native" and (reason := _unchecked()) is not None:
+        warnings.warn(f"Triton's kernels are called as with {VARIABLE}=ffi: {reason}", stacklevel=2)
         return False
-    return value == "native"
+    return value == "native" or (value is None and why_not_default() is None)
+
+
+def why_not_default() -> str | None:
+    """Why native calls are not the default in this process; None if they are."""
+    return _unchecked() or cuda_driver.why_not_compiler()
 
 
 def make_native(call: ir.Operation, kernel: Kernel) -> None:
@@ -103,6 +107,10 @@ def _updated_in_place(call: ir.Operation) -> set[int]:
     return {next(iter(alias.output_tuple_indices), 0) for alias in aliases}  # a single result has no position
 
 
-def _is_checked() -> bool:
+def _unchecked() -> str | None:
+    """Why this jaxlib is not trusted with native calls; None if it is."""
     release = tuple(int(part) for part in jaxlib.__version__.split(".")[:2])
-    return release in CHECKED_JAXLIB
+    if release in CHECKED_JAXLIB:
+        return None
+    checked = ", ".join(".".join(map(str, release)) for release in CHECKED_JAXLIB)
+    return f"native calls were checked with jaxlib {checked} only, and this is {jaxlib.__version__}"
