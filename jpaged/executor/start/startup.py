@@ -168,8 +168,7 @@ def _warn_of_slow_calls(kernel_backend: str | None) -> None:
         return
     if native_calls.asked_for() is None and (reason := native_calls.why_not_default()) is not None:
         log.warning(
-            "jaxlib launches Triton's kernels, so small steps take longer: %s. %s=ffi silences this, and native overrules"
-            " it.",
+            "jaxlib launches Triton's kernels, so small steps take longer: %s. %s=ffi silences this.",
             reason,
             native_calls.VARIABLE,
         )

@@ -12,8 +12,9 @@ kept tokens are an upper set of the logits, so truncation is by rejection, as in
     repeat: t = the best token of those above the floor; stop if top_p keeps t; floor = the logit of t
 
 top_p keeps t if the mass above t is less than its share. The k-th largest of the groups' largest logits is not above
-the k-th largest logit, so the search for that, by its bits, reads about k groups. Every pass reads only the groups that
-have a logit above its floor: `_choose` lists them.
+the k-th largest logit, so the search for that, by its bits, needs about k groups. `_choose` lists those that have a
+logit above the floor, and in them the tokens. Up to 1,024 tokens stay in registers, a few a thread, for all that
+follows; of more, every pass reads the listed groups again.
 
 Noise is computed where it can win: a warp leaves a tile out if no token of it comes within reach of its best.
 """
@@ -32,11 +33,15 @@ from jpaged.pallas_kernels.sample_tokens import noise
 from jpaged.pallas_kernels.sample_tokens.operands import Operands, row_numbers
 from jpaged.pallas_kernels.sample_tokens.triton_rows import (
     below,
+    best_above,
     draw,
-    floor_of_groups,
+    floor_of,
     floor_of_tokens,
     gumbel,
+    keep_share,
     list_groups,
+    list_tokens,
+    load_tokens,
     mass_above,
     uniform,
     without_nan,
@@ -50,6 +55,7 @@ _MOST_PARTS = 128  # of a row
 _PASS_GROUPS = 64  # that a CTA of `_choose` handles at once; 16 tokens a thread
 _UNALIGNED_PASS_GROUPS = 32  # the same where rows do not begin at multiples of 16 bytes, which takes more registers
 _MOST_GROUPS = 16384
+_ROOM = 1024  # tokens that a CTA of a whole row holds at once; 4 a thread
 _MOST_REGISTERS = 128  # of a thread that handles a whole row: two CTAs fit a multiprocessor
 
 _INF: tl.constexpr = tl.constexpr(math.inf)
@@ -67,16 +73,18 @@ def unsupported(logits: jax.Array) -> str | None:
     return None
 
 
-@partial(jax.jit, static_argnames=("tile", "part"))
-def sample_tokens(operands: Operands, *, tile: int | None = None, part: int | None = None) -> jax.Array:
-    """`sample_tokens` of the package, checked. tile, part: to try others than `_TILE` and `_PART`."""
+@partial(jax.jit, static_argnames=("tile", "part", "room"))
+def sample_tokens(
+    operands: Operands, *, tile: int | None = None, part: int | None = None, room: int | None = None
+) -> jax.Array:
+    """`sample_tokens` of the package, checked. tile, part, room: to try others than `_TILE`, `_PART` and `_ROOM`."""
     logits = operands.logits
     rows, vocab_size = logits.shape
     floats, top_k = row_numbers(operands)
     keys = jnp.stack(noise.row_keys(operands.seeds, operands.positions), axis=1)
     shares = operands.top_p is not None
     truncates = any(x is not None for x in (operands.top_k, operands.top_p, operands.min_p))
-    tile, part = tile or _TILE, part or _PART
+    tile, part, room = tile or _TILE, part or _PART, room or _ROOM
     part = triton.next_power_of_2(max(part, triton.cdiv(vocab_size, _MOST_PARTS)))
     parts, groups = triton.cdiv(vocab_size, part), triton.cdiv(vocab_size, _GROUP)
     all_parts = triton.next_power_of_2(parts)
@@ -102,8 +110,8 @@ def sample_tokens(operands: Operands, *, tile: int | None = None, part: int | No
         TILE=tile,
         TILES=part // tile,
     )
-    passes: dict[str, Any] = {"PASS": _UNALIGNED_PASS_GROUPS if vocab_size % 4 else _PASS_GROUPS}
-    tokens, levels, units, _ = call(
+    passes: dict[str, Any] = {"PASS": _UNALIGNED_PASS_GROUPS if vocab_size % 4 else _PASS_GROUPS, "ROOM": room}
+    tokens, levels, units, *_ = call(
         _choose,
         Launch((rows,), warps=8, registers=_MOST_REGISTERS),
         logits,
@@ -116,6 +124,7 @@ def sample_tokens(operands: Operands, *, tile: int | None = None, part: int | No
             shape(LEVELS if shares else 1, jnp.float32),
             shape(2, jnp.float32),
             shape(groups if truncates else 1, jnp.int32),
+            shape(room if truncates else 1, jnp.int32),
         ],
         **sizes,
         TRUNCATES=truncates,
@@ -139,7 +148,7 @@ def sample_tokens(operands: Operands, *, tile: int | None = None, part: int | No
         PARTS=parts,
         PART=part,
     )
-    tokens, _ = call(
+    tokens, *_ = call(
         settle,
         Launch((rows,), warps=8, registers=_MOST_REGISTERS),
         logits,
@@ -151,7 +160,7 @@ def sample_tokens(operands: Operands, *, tile: int | None = None, part: int | No
         levels,
         units,
         sums,
-        out=[jax.ShapeDtypeStruct((rows,), jnp.int32), shape(groups, jnp.int32)],
+        out=[jax.ShapeDtypeStruct((rows,), jnp.int32), shape(groups, jnp.int32), shape(room, jnp.int32)],
         **sizes,
         ALL_PARTS=all_parts,
         PART_GROUPS=part // _GROUP,
@@ -244,6 +253,7 @@ def _choose(
     levels,
     units,
     listed,
+    few,
     VOCAB: tl.constexpr,
     PARTS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -253,12 +263,13 @@ def _choose(
     ALL_PARTS: tl.constexpr,  # rounded up to a power of two, as ALL_GROUPS
     ALL_GROUPS: tl.constexpr,
     PASS: tl.constexpr,  # groups
+    ROOM: tl.constexpr,  # tokens
 ):
     """The token of a row, from what `_scan` found; where top_p alone truncates it, the best of the parts' and levels.
 
     top_k: int32 [R], 0 for all. tokens: int32 [R]. levels: float32 [R, LEVELS], where SHARES; plus infinity in rows
     without any. units: float32 [R, 2], of rows with some: the largest logit, and the row's mass in units of its own.
-    listed: int32 [R, GROUPS], scratch.
+    listed: int32 [R, GROUPS], few: int32 [R, ROOM], scratch.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, ALL_PARTS)
@@ -296,20 +307,43 @@ def _choose(
             highest = tl.load(maxima + row * GROUPS + group, mask=group < GROUPS, other=-_INF)
             floor = below(tl.minimum(top + offset, top))
             if k > 0:
-                floor = tl.maximum(floor, floor_of_groups(highest, top, k))
-                count = list_groups(highest, listed, floor)
-                floor = floor_of_tokens(logits, listed, count, floor, top, k, VOCAB, GROUP, PASS)
+                # Below the least of the groups' largest, all of them count; where they are fewer than k, so does all.
+                lowest = below(tl.min(tl.where(group < GROUPS, highest, _INF), axis=0))
+                lowest = tl.where(k <= GROUPS, lowest, -_INF)
+                floor = tl.maximum(floor, floor_of(highest, lowest, top, k, k + k // 4))
             count = list_groups(highest, listed, floor)
-            if logit <= floor:
-                token = draw(logits, listed, count, floor, top, rate, key0, key1, VOCAB, GROUP, PASS)
-                logit = without_nan(tl.load(logits + token))
-            if share < 1:
-                total = mass_above(logits, listed, count, floor, top, rate, VOCAB, GROUP, PASS)
-                count = list_groups(highest, listed, logit)
-                above = mass_above(logits, listed, count, logit, top, rate, VOCAB, GROUP, PASS)
-                while (above > 0) & (above >= share * total):
-                    token = draw(logits, listed, count, logit, top, rate, key0, key1, VOCAB, GROUP, PASS)
+            few += row * ROOM
+            held = list_tokens(logits, listed, count, floor, few, VOCAB, GROUP, PASS, ROOM)
+            if held <= ROOM:  # nothing is read again
+                token = _choose_held(logits, few, held, floor, token, logit, k, share, top, rate, key0, key1, ROOM)
+            else:
+                if k > 0:
+                    floor = floor_of_tokens(logits, listed, count, floor, top, k, VOCAB, GROUP, PASS)
+                    count = list_groups(highest, listed, floor)
+                if logit <= floor:
+                    token = draw(logits, listed, count, floor, top, rate, key0, key1, VOCAB, GROUP, PASS)
                     logit = without_nan(tl.load(logits + token))
+                if share < 1:
+                    total = mass_above(logits, listed, count, floor, top, rate, VOCAB, GROUP, PASS)
                     count = list_groups(highest, listed, logit)
                     above = mass_above(logits, listed, count, logit, top, rate, VOCAB, GROUP, PASS)
+                    while (above > 0) & (above >= share * total):
+                        token = draw(logits, listed, count, logit, top, rate, key0, key1, VOCAB, GROUP, PASS)
+                        logit = without_nan(tl.load(logits + token))
+                        count = list_groups(highest, listed, logit)
+                        above = mass_above(logits, listed, count, logit, top, rate, VOCAB, GROUP, PASS)
     tl.store(tokens + row, token)
+
+
+@triton.jit
+def _choose_held(logits, few, held, floor, token, logit, k, share, top, rate, key0, key1, ROOM: tl.constexpr):
+    """The token of a row whose tokens above the floor are listed: the given one, if it is kept. logit: of that one."""
+    x, at = load_tokens(logits, few, held, ROOM)
+    if k > 0:
+        floor = floor_of(x, floor, top, k, k)
+    if logit <= floor:
+        token, logit = best_above(x, at, (x - top) * rate + gumbel(uniform(at, key0, key1)), floor)
+    if share < 1:
+        total = tl.sum(tl.where(x > floor, tl.exp2((x - top) * rate), 0.0), axis=0)
+        token = keep_share(x, at, token, logit, share * total, top, rate, key0, key1)
+    return token

@@ -99,14 +99,14 @@ def _packed_counts(x, first, second, third):
 
 
 @triton.jit
-def floor_of_groups(highest, top, k):
-    """A logit that at least k, and not many more, of the groups exceed; minus infinity where fewer do."""
-    low = _image(tl.full((), -_INF, tl.float32)).to(tl.int64)
-    high = _image(top).to(tl.int64)
+def floor_of(x, floor, top, k, most):
+    """A logit from `floor` on that k of the numbers exceed, at most `most` save for ties; the floor itself where fewer
+    than k exceed that. top: not below the largest."""
+    low, high = _image(floor).to(tl.int64), _image(top).to(tl.int64)
     count = tl.full((), 0x7FFFFFFF, tl.int64)
-    while (high - low > 1) & (count > k + k // 4):
+    while (high - low > 1) & (count > most):
         first, second, third = _pivots(low, high)
-        counts = tl.sum(_packed_counts(highest, first, second, third), axis=0)
+        counts = tl.sum(_packed_counts(x, first, second, third), axis=0)
         low, high, count = _narrowed(low, high, count, k, counts, first, second, third)
     return _of_image(low)
 
@@ -145,6 +145,56 @@ def _load_groups(logits, listed, count, i, VOCAB: tl.constexpr, GROUP: tl.conste
     at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x = tl.load(logits + at, mask=(place < count)[:, None] & (at < VOCAB), other=-_INF)
     return without_nan(x), at
+
+
+@triton.jit
+def list_tokens(
+    logits, listed, count, floor, few, VOCAB: tl.constexpr, GROUP: tl.constexpr, PASS: tl.constexpr, ROOM: tl.constexpr
+):
+    """Lists the tokens above the floor, all of which are in listed groups, in `few`. Returns how many they are, or a
+    number above ROOM if there is no room for all."""
+    i = 0
+    held = 0
+    while (i < count) & (held <= ROOM):
+        x, at = _load_groups(logits, listed, count, i, VOCAB, GROUP, PASS)
+        has = tl.reshape((x > floor).to(tl.int32), (PASS * GROUP,))
+        place = held + tl.cumsum(has, axis=0) - has
+        tl.store(few + place, tl.reshape(at, (PASS * GROUP,)), mask=(has != 0) & (place < ROOM))
+        held += tl.sum(has, axis=0)
+        i += PASS
+    tl.debug_barrier()  # all see the list
+    return held
+
+
+@triton.jit
+def load_tokens(logits, few, held, ROOM: tl.constexpr):
+    """Logits and ids of the listed tokens: [ROOM]; minus infinity where there is none."""
+    place = tl.arange(0, ROOM)
+    at = tl.load(few + place, mask=place < held, other=0)
+    return without_nan(tl.load(logits + at, mask=place < held, other=-_INF)), at
+
+
+@triton.jit
+def keep_share(x, at, token, logit, wanted, top, rate, key0, key1):
+    """The given token, if the mass above its logit is less than wanted; else the best of those above it that is kept.
+
+    x, at: of the tokens above the logit, and perhaps others. wanted: in units of the largest logit, `top`.
+    """
+    mass = tl.exp2((x - top) * rate)
+    score = (x - top) * rate + gumbel(uniform(at, key0, key1))
+    above = tl.sum(tl.where(x > logit, mass, 0.0), axis=0)
+    while (above > 0) & (above >= wanted):
+        token, logit = best_above(x, at, score, logit)
+        above = tl.sum(tl.where(x > logit, mass, 0.0), axis=0)
+    return token
+
+
+@triton.jit
+def best_above(x, at, score, floor):
+    """The token with the best score among those above the floor, and its logit."""
+    score = tl.where(x > floor, score, -_INF)
+    token = tl.min(tl.where(score == tl.max(score, axis=0), at, _NO_TOKEN), axis=0)
+    return token, tl.max(tl.where((at == token) & (x > floor), x, -_INF), axis=0)
 
 
 @triton.jit

@@ -16,7 +16,17 @@ import math
 import triton
 import triton.language as tl
 
-from jpaged.pallas_kernels.sample_tokens.triton_rows import draw, gumbel, list_groups, mass_above, uniform, without_nan
+from jpaged.pallas_kernels.sample_tokens.triton_rows import (
+    draw,
+    gumbel,
+    keep_share,
+    list_groups,
+    list_tokens,
+    load_tokens,
+    mass_above,
+    uniform,
+    without_nan,
+)
 
 LEVELS = 8
 
@@ -89,6 +99,7 @@ def settle(
     sums,
     tokens,
     listed,
+    few,
     VOCAB: tl.constexpr,
     PARTS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -96,10 +107,11 @@ def settle(
     ALL_PARTS: tl.constexpr,  # rounded up to a power of two
     PART_GROUPS: tl.constexpr,  # of a part
     PASS: tl.constexpr,  # groups
+    ROOM: tl.constexpr,  # tokens
 ):
     """The token of a row. keys: uint32 [R, 2]. ids, maxima: of `_scan`. firsts: int32 [R], the row's token where it has
     no levels, else the best of the winners. levels, units: of `_choose`. sums: of `weigh`. tokens: int32 [R]. listed:
-    int32 [R, GROUPS], scratch."""
+    int32 [R, GROUPS], few: int32 [R, ROOM], scratch."""
     row = tl.program_id(0).to(tl.int64)
     level, part = tl.arange(0, _LEVELS), tl.arange(0, ALL_PARTS)
     exists = part < PARTS
@@ -124,22 +136,30 @@ def settle(
             token = tl.min(tl.where((x > floor) & (score == best), at, _NO_TOKEN), axis=0)
             # A part whose winner is not kept may have a token that is, and no better one than that winner.
             again = exists & (x <= floor) & (score >= best)
-            again = tl.reshape(tl.broadcast_to(again[:, None], (ALL_PARTS, PART_GROUPS)), (ALL_PARTS * PART_GROUPS,))
             listed += row * GROUPS
             group = tl.arange(0, ALL_PARTS * PART_GROUPS)
             highest = tl.load(maxima + row * GROUPS + group, mask=group < GROUPS, other=-_INF)
-            count = list_groups(tl.where(again, highest, -_INF), listed, floor)
-            if count > 0:
-                other = draw(logits, listed, count, floor, top, rate, key0, key1, VOCAB, GROUP, PASS)
-                reached = (without_nan(tl.load(logits + other)) - top) * rate + gumbel(uniform(other, key0, key1))
-                token = tl.where((reached > best) | ((reached == best) & (other < token)), other, token)
+            if tl.max(again.to(tl.int32), axis=0) > 0:
+                of_part = tl.broadcast_to(tl.where(again, _INF, -_INF)[:, None], (ALL_PARTS, PART_GROUPS))
+                of_part = tl.reshape(of_part, (ALL_PARTS * PART_GROUPS,))
+                count = list_groups(tl.minimum(highest, of_part), listed, floor)
+                if count > 0:
+                    other = draw(logits, listed, count, floor, top, rate, key0, key1, VOCAB, GROUP, PASS)
+                    reached = (without_nan(tl.load(logits + other)) - top) * rate + gumbel(uniform(other, key0, key1))
+                    token = tl.where((reached > best) | ((reached == best) & (other < token)), other, token)
             logit = without_nan(tl.load(logits + token))
             if logit < sure:
                 count = list_groups(highest, listed, logit)
-                weight = mass_above(logits, listed, count, logit, top, rate, VOCAB, GROUP, PASS)
-                while (weight > 0) & (weight >= share * total):
-                    token = draw(logits, listed, count, logit, top, rate, key0, key1, VOCAB, GROUP, PASS)
-                    logit = without_nan(tl.load(logits + token))
-                    count = list_groups(highest, listed, logit)
+                few += row * ROOM
+                held = list_tokens(logits, listed, count, logit, few, VOCAB, GROUP, PASS, ROOM)
+                if held <= ROOM:  # nothing is read again
+                    few_x, few_at = load_tokens(logits, few, held, ROOM)
+                    token = keep_share(few_x, few_at, token, logit, share * total, top, rate, key0, key1)
+                else:
                     weight = mass_above(logits, listed, count, logit, top, rate, VOCAB, GROUP, PASS)
+                    while (weight > 0) & (weight >= share * total):
+                        token = draw(logits, listed, count, logit, top, rate, key0, key1, VOCAB, GROUP, PASS)
+                        logit = without_nan(tl.load(logits + token))
+                        count = list_groups(highest, listed, logit)
+                        weight = mass_above(logits, listed, count, logit, top, rate, VOCAB, GROUP, PASS)
     tl.store(tokens + row, token)

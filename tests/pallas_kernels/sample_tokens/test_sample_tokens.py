@@ -115,8 +115,22 @@ def test_triton_s_kernels_draw_what_sorting_draws(seed, vocab):
 
 @pytest.mark.gpu
 @needs_triton
+@pytest.mark.parametrize("room", [16, 64])
+def test_triton_s_kernels_read_the_kept_tokens_again_where_they_cannot_hold_them(room):
+    from jpaged.pallas_kernels.sample_tokens import triton
+    from jpaged.pallas_kernels.sample_tokens.operands import Operands
+
+    arguments = draw_batch(9, 24, 700)
+    top_k = arguments[2]
+    assert top_k[top_k > 0].min() < room < top_k.max()
+    np.testing.assert_array_equal(triton.sample_tokens(Operands(*arguments), room=room), expected_tokens(*arguments))
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.parametrize("room", [8, 1024])
 @pytest.mark.parametrize("seed", [7, 8])
-def test_triton_s_kernels_split_a_row_over_many_programs(seed):
+def test_triton_s_kernels_split_a_row_over_many_programs(seed, room):
     from jpaged.pallas_kernels.sample_tokens import triton
     from jpaged.pallas_kernels.sample_tokens.operands import Operands
 
@@ -128,7 +142,7 @@ def test_triton_s_kernels_split_a_row_over_many_programs(seed):
     whole = (np.zeros(12, np.int32), np.ones(12, np.float32), 0 * min_p, seeds, positions)
     arguments = (logits, temperature, whole[0], top_p, *whole[2:])
     expected = expected_tokens(*arguments)
-    np.testing.assert_array_equal(triton.sample_tokens(Operands(*arguments), tile=64, part=128), expected)
+    np.testing.assert_array_equal(triton.sample_tokens(Operands(*arguments), tile=64, part=128, room=room), expected)
     refused = expected != expected_tokens(logits, temperature, *whole)
     assert refused[:8].any()  # rows whose first draw is not kept,
     assert not refused[:8].all()  # and others
