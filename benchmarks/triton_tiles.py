@@ -59,6 +59,7 @@ def ragged_configs(head_dim: int) -> list[Config]:
     if head_dim == 128:
         shapes: list[tuple[Any, ...]] = [(128, 64, 8, 3, 128), (128, 64, 8, 2, 128), (128, 32, 8, 5, 128)]
         shapes += [(64, 32, 4, 4, 128), (64, 64, 4, 3), (128, 128, 8, 3), (256, 64, 16, 3, 128)]
+        shapes += [(128, 32, 4, 4), (128, 64, 4, 3), (64, 64, 4, 3, 168)]
         return [ragged.Config(*shape) for shape in shapes]
     shapes = [(64, 64, 4, stages) for stages in (2, 3, 5)]
     shapes += [(128, 64, 8, stages) for stages in (2, 3, 5)] + [(128, 64, 8, 3, 128), (128, 32, 8, 3, 128)]
