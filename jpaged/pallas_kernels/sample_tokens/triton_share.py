@@ -120,9 +120,10 @@ def settle(
     rate, share = tl.load(floats + row * 4), tl.load(floats + row * 4 + 2)
     top, total = tl.load(units + row * 2), tl.load(units + row * 2 + 1)
     at_sum = sums + (row * PARTS + part)[:, None] * _LEVELS + level[None, :]
-    above = tl.sum(tl.load(at_sum, mask=exists[:, None], other=0.0), axis=0)
+    of_parts = tl.load(at_sum, mask=exists[:, None], other=0.0)
     if tl.min(at_level, axis=0) < _INF:
         logits += row * VOCAB
+        above = tl.sum(of_parts, axis=0)
         kept = (above <= 0) | (above < share * total)
         floor = tl.max(tl.where(kept, -_INF, at_level), axis=0)  # all that is kept is above it,
         sure = tl.min(tl.where(kept, at_level, _INF), axis=0)  # and all from here up is kept
