@@ -24,7 +24,7 @@ from jpaged.api.config import EngineArgs
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.bench.engine_options import engine_options
 from jpaged.bench.engine_processes import decode, engine_argv, free_gb
-from jpaged.bench.layout_throughput import beside, measure_throughput
+from jpaged.bench.layout_throughput import BATCHES, beside, measure_throughput
 from jpaged.executor.cache.virtual.mapper import PlanMapper
 from jpaged.frontend.llm_engine import LLMEngine
 
@@ -94,7 +94,7 @@ def measure_engine(args: argparse.Namespace) -> Iterator[_Found]:
         yield found
     if "throughput" in parts:
         if "steps" not in parts:  # which has warmed up
-            decode(engine, engine.request_limits().max_num_seqs, 1, 16)
+            decode(engine, min(max(args.batches or BATCHES), engine.request_limits().max_num_seqs), 1, 16)
         for figure in measure_throughput(engine, args, args.prompt_lengths or PROMPT_LENGTHS):
             found["figures"].append({"part": "throughput"} | figure)
             yield found

@@ -338,11 +338,11 @@ def main() -> None:
         f"{len(results) - len(wrong)} of {len(names)} models the same, {len(wrong)} not, {len(untried)} not done;"
         f" {time.monotonic() - begun:.0f} s"
     )
-    if not any(any(found.preemptions.values()) for found in results):
-        raise SystemExit("no request was preempted: the pools were too large to show anything")
     if wrong or untried:
         what = {"not the same": wrong, "not done": untried}
         raise SystemExit(". ".join(f"{words}: {', '.join(models)}" for words, models in what.items() if models))
+    if not any(any(found.preemptions.values()) for found in results):
+        raise SystemExit("no request was preempted: the pools were too large to show anything")
 
 
 if __name__ == "__main__":
