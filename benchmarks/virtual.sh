@@ -10,6 +10,7 @@
 #     steps         1     80 s       8B, decode steps: mean and p99: paged; virtual, pages mapped ahead and in the step
 #     growth        1     150 s      8B, the same of 1,000 sequences of equal lengths, which grow together
 #     prompts       1     145 s      8B, time to the first token by when pages are mapped, and what layouts agree on
+#     throughput    1     170 s      8B, tokens/s by rows, context and prompt length: paged, virtual, virtual by cuDNN
 #     sharing       1     50 s       8B, two engines on one card: its memory while one needs what the other does not
 #     mapping       1     5 s        pages mapped and unmapped a second
 #     figure18      1     220 s      8B, the PagedAttention paper's Figure 18: block sizes 16, 32, 64 and 128
@@ -32,6 +33,9 @@ STEPS=(--rows 64 --context 512)
 GROWTH=(--rows 1000 --context 496 --steps 128)
 FIRST_TOKEN=(--max-num-seqs 40 --decode-buckets 40 --max-num-batched-tokens 4096 --token-buckets 1024,4096)
 FIRST_TOKEN+=(--rows 32 --context 512 --steps 64 --layout paged --layout sliced --layout cudnn)
+# 64 slots of 17,000 tokens and the pool are what cuDNN's offsets reach.
+THROUGHPUT=(--max-num-seqs 128 --decode-buckets 8,32,64,128 --cudnn-slots 64 --most-tokens 262144 --steps 48)
+THROUGHPUT+=(--max-num-batched-tokens 4096 --token-buckets 1024,4096 --layout paged --layout sliced --layout cudnn)
 SHARED=(--rows 64 --context 2048 --steps 128 --kv-idle-release-s 1)
 ATTENTION=(--rows 64 --context 4096)
 PROMPTS=(--num-prompts 100)
@@ -43,6 +47,8 @@ if [[ -n ${SMALL:-} ]]; then
     GROWTH=(--rows 12 --context 30 --steps 32)
     FIRST_TOKEN=("${FEW[@]}" --max-num-seqs 6 --decode-buckets 6 --prompt-lengths 32,150)
     FIRST_TOKEN+=(--rows 4 --context 32 --steps 16 --layout paged --layout sliced --layout per-layer)
+    THROUGHPUT=("${FEW[@]}" --max-num-seqs 6 --decode-buckets 2,6 --batches 1,2,6 --contexts 16,64 --steps 16)
+    THROUGHPUT+=(--prompt-lengths 32,150 --layout paged --layout sliced --layout per-layer)
     SHARED=(--rows 4 --context 96 --steps 32 --kv-idle-release-s 0.2)
     ATTENTION=(--rows 2 --context 64)
     PROMPTS=(--num-prompts 4 --rate 40 --num-gpu-blocks 256)
@@ -106,6 +112,8 @@ for name in "${named[@]}"; do
                 --layout sliced --layout paged ;;
         prompts)
             vattention "$name" 200 --part prompts --part agreement "${SIZES[@]}" "${FIRST_TOKEN[@]}" ;;
+        throughput)
+            vattention "$name" 300 --part throughput "${SIZES[@]}" "${THROUGHPUT[@]}" ;;
         sharing)
             vattention "$name" 150 --part sharing "${SIZES[@]}" "${few[@]}" "${SHARED[@]}" ;;
         figure18)

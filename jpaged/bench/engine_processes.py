@@ -26,7 +26,7 @@ from jpaged.bench.models import model_directory
 from jpaged.executor.cache.virtual.arrays import GpuRanges
 from jpaged.frontend.llm_engine import LLMEngine
 
-NOT_PASSED_ON = {"part", "layout", "json", "help"}
+NOT_PASSED_ON = {"part", "layout", "json", "help", "cudnn_slots"}
 """Options of `jpaged bench vattention` that are its own, besides the hidden ones."""
 
 
@@ -84,6 +84,10 @@ def engine_argv(parser: argparse.ArgumentParser, args: argparse.Namespace, layou
         of_layout["virtual_page_layout"] = "per-layer" if layout == "cudnn" else layout
     if layout == "cudnn":
         of_layout["kernel_backend"] = layout
+        if (slots := args.cudnn_slots) is not None:
+            of_layout["max_num_seqs"] = slots
+            if args.decode_buckets is not None:
+                of_layout["decode_buckets"] = (*(size for size in args.decode_buckets if size < slots), slots)
     hidden = {action.dest for action in parser._actions if action.help == argparse.SUPPRESS}
     known = {action.dest for action in parser._actions} - NOT_PASSED_ON - hidden
     argv = [sys.executable, "-m", "jpaged", "bench", "vattention"]

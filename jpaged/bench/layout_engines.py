@@ -1,4 +1,4 @@
-"""One engine in each layout, for `jpaged bench vattention`: decode steps, prompts, and what the layouts agree on.
+"""One engine in each layout, for `jpaged bench vattention`: steps, prompts, what the layouts agree on, tokens a second.
 
     parent   --of-one-layout PARTS-->   an engine in a process of its own, layout after layout
              <--a file of JSON-------   figures, tokens and log-probabilities, written anew after each figure
@@ -24,10 +24,11 @@ from jpaged.api.config import EngineArgs
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.bench.engine_options import engine_options
 from jpaged.bench.engine_processes import decode, engine_argv, free_gb
+from jpaged.bench.layout_throughput import BATCHES, beside, measure_throughput
 from jpaged.executor.cache.virtual.mapper import PlanMapper
 from jpaged.frontend.llm_engine import LLMEngine
 
-PARTS = ("steps", "prompts", "agreement")
+PARTS = ("steps", "prompts", "agreement", "throughput")
 """That engines measure, of the parts of `jpaged bench vattention`."""
 
 LAYOUTS = ("paged", "sliced", "per-layer", "cudnn")
@@ -58,7 +59,7 @@ def measure(parser: argparse.ArgumentParser, args: argparse.Namespace, parts: Se
             argv = [*engine_argv(parser, args, layout), "--of-one-layout", ",".join(parts), "--json", str(file)]
             status = subprocess.run(argv, check=False).returncode
             found = json.loads(file.read_text()) if file.exists() else {"figures": []}
-        yield from ({"layout": layout} | figure for figure in found["figures"])
+        yield from ({"layout": layout} | figure | beside(figure, first) for figure in found["figures"])
         if status:
             yield {"layout": layout, "failed": f"the engine ended with exit code {status}; what it said is above"}
             continue
@@ -68,8 +69,8 @@ def measure(parser: argparse.ArgumentParser, args: argparse.Namespace, parts: Se
             row = {"layout": layout, "sequences_as_first": f"{same} of {len(first['tokens'])}"}
             yield {"part": "steps"} | row | found["memory"]
         if "agreement" in parts and layout != first["layout"]:
-            beside = {"layout": layout, "beside": first["layout"]}
-            yield {"part": "agreement"} | beside | compare(first["answers"], found["answers"])
+            both = {"layout": layout, "beside": first["layout"]}
+            yield {"part": "agreement"} | both | compare(first["answers"], found["answers"])
 
 
 def measure_engine(args: argparse.Namespace) -> Iterator[_Found]:
@@ -91,6 +92,12 @@ def measure_engine(args: argparse.Namespace) -> Iterator[_Found]:
     if "agreement" in parts:
         found["answers"] = answers(engine, args.rows, args.context, args.steps, args.seed)
         yield found
+    if "throughput" in parts:
+        if "steps" not in parts:  # which has warmed up
+            decode(engine, min(max(args.batches or BATCHES), engine.request_limits().max_num_seqs), 1, 16)
+        for figure in measure_throughput(engine, args, args.prompt_lengths or PROMPT_LENGTHS):
+            found["figures"].append({"part": "throughput"} | figure)
+            yield found
     found["memory"] |= {"pool_gb": engine.startup.memory.pool / 1e9, "free_gb": free_gb()}
     yield found
     if "steps" in parts and not args.skip_sleep:

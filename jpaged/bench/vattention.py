@@ -14,12 +14,15 @@ Parts, all of them by default (`--part` names some):
     prompts     time to the first token of prompts of some lengths, in each layout, with pages mapped in the step,
                 beside it, left mapped by the request before, and mapped while the prompt waits
     agreement   greedy tokens and the prompts' log-probabilities in each layout, beside the first layout's
+    throughput  tokens a second of decode steps, by rows and context, and of prompts that arrive together, by length, in
+                each layout, and over the first layout's (`layout_throughput.py`)
     turns       two engines on one device, each with most of its memory: one sleeps while the other serves
     sharing     two engines on one device, of which each uses what the other does not need, over time (`sharing.py`)
 
-Each engine runs in a process of its own: one gives memory back to the device only when it ends. `steps`, `prompts` and
-`agreement` share each layout's. With `--json` the file is written anew after each figure, so what was measured by then
-is kept if the time ends. A part that fails says so and leaves the others to run; the exit status is then 1.
+Each engine runs in a process of its own: one gives memory back to the device only when it ends. `steps`, `prompts`,
+`agreement` and `throughput` share each layout's. With `--json` the file is written anew after each figure, and after
+each of these engines, so what was measured by then is kept if the time ends. A part that fails says so and leaves the
+others to run; the exit status is then 1.
 """
 
 import argparse
@@ -37,7 +40,7 @@ import numpy as np
 
 from jpaged.api.errors import InvalidParameterError
 from jpaged.assets import demo_model_path
-from jpaged.bench import layout_engines, sharing
+from jpaged.bench import layout_engines, layout_throughput, sharing
 from jpaged.bench.arguments import bench_parser, check_least
 from jpaged.bench.engine_options import add_engine_options, engine_options, sizes
 from jpaged.bench.engine_processes import EngineProcess, engine_argv, obey
@@ -67,20 +70,43 @@ def parser() -> argparse.ArgumentParser:
         "--layout",
         action="append",
         choices=layout_engines.LAYOUTS,
-        help='of `steps`, `prompts` and `agreement`; "cudnn": per-layer pages and cuDNN\'s attention; may be repeated'
-        " (default: all but cudnn)",
+        help='of `steps`, `prompts`, `agreement` and `throughput`; "cudnn": per-layer pages and cuDNN\'s attention; may'
+        " be repeated (default: all but cudnn)",
     )
     result.add_argument("--rows", type=int, default=64, help="sequences of `attention`, `steps` and `agreement`")
     result.add_argument("--context", type=int, default=1024, help="tokens of each")
     result.add_argument(
-        "--steps", type=int, default=256, help="decode steps that are timed, mapping each way; tokens of `agreement`"
+        "--steps",
+        type=int,
+        default=256,
+        help="decode steps that are timed, mapping each way, or with each number of rows; tokens of `agreement`",
     )
     result.add_argument(
         "--prompt-lengths",
         type=sizes,
         metavar="N,N,...",
-        help="tokens of `prompts`, ascending; longer ones than the engine takes are left out (default: "
-        f"{','.join(map(str, layout_engines.PROMPT_LENGTHS))})",
+        help="tokens of `prompts` and `throughput`, ascending; longer ones than the engine takes are left out (default:"
+        f" {_listed(layout_engines.PROMPT_LENGTHS)})",
+    )
+    for name, what, default in (
+        ("batches", "sequences that decode at once, of `throughput`", layout_throughput.BATCHES),
+        ("contexts", "tokens of each", layout_throughput.CONTEXTS),
+    ):
+        result.add_argument(
+            f"--{name}",
+            type=sizes,
+            metavar="N,N,...",
+            help=f"{what}, as far as they fit the engine (default: {_listed(default)})",
+        )
+    result.add_argument(
+        "--most-tokens", type=int, metavar="N", help="of all sequences of `throughput` together (default: what fits)"
+    )
+    result.add_argument(
+        "--cudnn-slots",
+        type=int,
+        metavar="N",
+        help='--max-num-seqs of the layout "cudnn", whose 32-bit offsets have room for fewer long sequences; larger'
+        " decode buckets are left out there",
     )
     result.add_argument("--skip-sleep", action="store_true", help="`steps` without sleeping and waking")
     result.add_argument("--kv-idle-release-s", type=float, metavar="S", help="of the engines (default: 1 in `sharing`)")
@@ -92,6 +118,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     check_least(args, rows=1, context=1, steps=16, prompt_lengths=1)
+    check_least(args, batches=1, contexts=1, most_tokens=1, cudnn_slots=1)
     if args.of_one_layout:
         for found in layout_engines.measure_engine(args):
             args.json.write_text(json.dumps(found))
@@ -129,6 +156,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         write_report(args.json, "vattention", vars(args), figures)
     return int(any("failed" in figure for figure in figures))
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ",".join(map(str, numbers))
 
 
 def _shown(value: Any) -> str:

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from jpaged.api.errors import EngineDeadError
-from jpaged.bench import layout_engines, sharing, vattention
+from jpaged.bench import layout_engines, layout_throughput, sharing, vattention
 from jpaged.bench.engine_processes import EngineProcess, digest, engine_argv, obey
 from jpaged.bench.models import model_directory
+from jpaged.engine.limits import RequestLimits
 from tests.bench import small_engine
+from tests.tiny_models import MAX_LENGTH
 
 SIZES = ["--rows", "4", "--context", "24", "--steps", "16"]
 
@@ -197,6 +199,64 @@ def test_an_engine_maps_a_prompt_s_pages_when_it_is_told_to_and_answers_as_itsel
     assert (same["difference_max"], "margin_where_they_part_max" in same) == (0.0, False)
 
 
+@small_engine.GROUP
+def test_an_engine_decodes_fewer_and_fewer_rows_of_one_context_and_says_what_it_leaves_out(tmp_path: Path) -> None:
+    options = [*small_engine.options(tmp_path), "--block-size", "1", "--steps", "16", "--kv-cache-layout", "virtual"]
+    options += ["--batches", "1,8,2,4", "--contexts", "16,30,9999", "--most-tokens", "100"]
+    options += ["--prompt-lengths", "20,40,9999", "--of-one-layout", "throughput"]
+    *_, found = layout_engines.measure_engine(vattention.parser().parse_args(options))
+    figures = [figure for figure in found["figures"] if "left_out" not in figure]
+    decode = {(figure["context"], figure["rows"]): figure for figure in figures if figure["what"] == "decode"}
+    assert list(decode) == [(16, 4), (16, 2), (16, 1), (30, 2), (30, 1)]
+    for (context, rows), figure in decode.items():
+        assert figure["tokens_per_s"] * figure["step_ms"] == pytest.approx(1e3 * rows)
+        assert figure["preemptions"] == 0
+        assert figure["mean_length"] > context
+    grown = [decode[16, rows]["mean_length"] for rows in (4, 2, 1)]
+    assert np.diff(grown) == pytest.approx([24, 24], abs=3)  # 8 steps before 16, of which a few may end late
+    prompts = {figure["context"]: figure for figure in figures if figure["what"] == "prompts"}
+    assert {length: figure["rows"] for length, figure in prompts.items()} == {20: 2, 40: 1}
+    assert all(figure["tokens_per_s"] * figure["ms"] == pytest.approx(40e3) for figure in prompts.values())
+    left_out = [figure for figure in found["figures"] if "left_out" in figure]
+    why = {(one["what"], one["context"], one.get("rows")): one["left_out"] for one in left_out}
+    assert why["decode", 16, 8] == "max_num_seqs is 4"
+    assert why["decode", 30, 4] == "more than 100 tokens"
+    assert f"max_model_len is {MAX_LENGTH}" in why["prompts", 9999, None]
+    assert {rows for what, length, rows in why if (what, length) == ("decode", 9999)} == {1, 2, 4, 8}
+
+
+def test_rows_that_the_pool_cannot_hold_to_their_end_are_left_out() -> None:
+    limits = RequestLimits(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64, block_size=16, num_blocks=30)
+    args = vattention.parser().parse_args(["--steps", "16"])
+    why = {rows: layout_throughput._left_out(limits, args, [rows], 32) for rows in (1, 2, 4, 5, 8)}
+    # A row begins with 32 tokens and decodes 24, and 2 more for each row while others' prompts are computed. So 4 rows
+    # take 4 blocks each, and 5 or 8 rows 5 blocks each.
+    assert {rows for rows, reason in why.items() if reason is None} == {1, 2, 4, 5}
+    assert why[8] == "the pool has 30 blocks of 16"
+
+
+def test_a_layout_s_throughput_stands_beside_the_first_one_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"paged": 100.0, "virtual": 90.0}
+
+    def ran(argv: list[str], check: bool) -> Any:
+        rate = rates[argv[argv.index("--kv-cache-layout") + 1]]
+        cases = [{"what": "prompts", "context": 64, "rows": 2}, {"what": "decode", "context": 64, "rows": 2}]
+        figures = [{"part": "throughput"} | case | {"tokens_per_s": rate * (1 + i)} for i, case in enumerate(cases)]
+        figures.append({"part": "throughput", "what": "decode", "context": 64, "rows": 4, "left_out": "the pool"})
+        Path(argv[argv.index("--json") + 1]).write_text(json.dumps({"figures": figures, "memory": {}}))
+        return type("Done", (), {"returncode": 0})
+
+    monkeypatch.setattr(layout_engines.subprocess, "run", ran)
+    args = vattention.parser().parse_args(["--layout", "paged", "--layout", "sliced"])
+    rows = list(layout_engines.measure(vattention.parser(), args, ["throughput"]))
+    assert [row["layout"] for row in rows] == ["paged"] * 3 + ["sliced"] * 3
+    assert [(row.get("beside"), row.get("ratio")) for row in rows] == [
+        *[(None, None)] * 3,
+        *[("paged", 0.9)] * 2,
+        (None, None),
+    ]
+
+
 def test_engines_that_part_are_compared_where_they_do() -> None:
     def answers(tokens: list[list[int]], logprobs: list[list[float]]) -> dict[str, Any]:
         return {"tokens": tokens, "likeliest": [], "prompts": logprobs}
@@ -236,3 +296,13 @@ def test_cudnn_reads_per_layer_pages() -> None:
     told = {name: argv[argv.index(f"--{name}") + 1] for name in ("kv-cache-layout", "virtual-page-layout")}
     assert told == {"kv-cache-layout": "virtual", "virtual-page-layout": "per-layer"}
     assert argv[argv.index("--kernel-backend") + 1] == "cudnn"
+
+
+def test_cudnn_s_engine_may_have_fewer_slots() -> None:
+    parser = vattention.parser()
+    sizes = ["--max-num-seqs", "16", "--decode-buckets", "2,8,16"]
+    for slots, buckets in (("4", "2,4"), ("8", "2,8"), (None, "2,8,16")):
+        args = parser.parse_args([*sizes, *(["--cudnn-slots", slots] if slots else [])])
+        for layout, expected in (("cudnn", (slots or "16", buckets)), ("per-layer", ("16", "2,8,16"))):
+            argv = engine_argv(parser, args, layout)
+            assert (argv[argv.index("--max-num-seqs") + 1], argv[argv.index("--decode-buckets") + 1]) == expected

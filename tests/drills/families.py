@@ -1,16 +1,24 @@
 """Every model family on this machine's device: the same greedy tokens in every cache layout.
 
-    python -m tests.drills.families --processes 2              # on a CPU: some 15 seconds of a core a model
-    python -m tests.drills.families --processes 16             # on a GPU beside 16 cores: 70 seconds of a core a model
+    python -m tests.drills.families --processes 2              # on a CPU: 10 to 30 seconds of a core a model
+    python -m tests.drills.families --processes 16 --json families.json        # on a GPU beside 16 cores
 
 Tiny random models in float32, prompts of 1 to 60 tokens, and samples that share their prompt's blocks: in the paged
 layout, then in both page layouts of the virtual one, with a pool that holds all requests, and with one so small that
 requests are preempted. The tokens must be equal. `--with-xla` compares them with those of XLA's kernels, too;
 `--tensor-parallel N` splits the virtual layout's engines over N devices.
 
-Models that a layout refuses are listed. Each architecture's first model comes before any architecture's second, so a
-run that is cut short has seen most; what was found is written then, too. A model whose process dies, or that leaves the
-device in doubt, costs that process alone.
+Engines compile what these requests run, a quarter of their programs, and XLA tries no algorithms out; `--all-programs`
+has them start as a GPU's engines do. Each architecture's first model comes before any architecture's second, so a run
+that is cut short has seen most. A model whose process dies, or that leaves the device in doubt, costs that process
+alone. The last lines say how many models did what in each way; `--json` has a table of models by ways, written anew
+after each model:
+
+    same                    the reference's tokens, which are those of the first way
+    same, none preempted    in a way with few pages, which were enough
+    refused                 by an error that says why
+    differs; failed         other tokens; an exception, or the process ended
+    not done                when the time was over
 """
 
 import argparse
@@ -21,12 +29,15 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from jpaged.bench.report import write_report
+from jpaged.executor.start import startup
 from tests.parallel.family_runs import ARGS
 from tests.tiny_models import models_of_blocks, tiny_model, tiny_models, write_tiny_model
 
@@ -40,6 +51,12 @@ BLOCK = 16
 
 POOL = 48
 """Blocks or pages of each cache group that hold all requests at once; a page holds a block or more."""
+
+XLA_WAY = "paged, XLA"
+FEW = ", few pages"
+
+NO_TRIALS = ("--xla_gpu_autotune_level=0", "--xla_gpu_enable_triton_gemm=false")
+"""XLA's options by which it takes products' algorithms by rule."""
 
 SHARE = 0.8
 """Of the device's memory, for all processes' arrays; the rest is for pages, and for what CUDA needs beside."""
@@ -65,18 +82,53 @@ class Found:
         return f"{self.model}: {said}{refused}; {preempted} preemptions, {self.seconds} s{''.join(reasons)}"
 
 
-def try_model(name: str, with_xla: bool = False, degree: int = 1) -> Found:
+@contextmanager
+def few_programs() -> Iterator[None]:
+    """Engines compile a program when a step first needs it, as on a CPU. On a GPU they refuse to, since their pools may
+    fill the device. Those of the drill leave room.
+    """
+    with (
+        mock.patch.object(startup, "free_device_memory", return_value=None),
+        mock.patch.object(startup, "compiles_on_first_use", return_value=True),
+    ):
+        yield
+
+
+@dataclass(frozen=True)
+class Task:
+    """How models are tried. degree: devices of the virtual layout. all_programs: compile all of an engine's."""
+
+    with_xla: bool = False
+    degree: int = 1
+    all_programs: bool = False
+
+    @property
+    def ways(self) -> dict[str, dict[str, Any]]:
+        """The options of each engine."""
+        split = {
+            way: options | {"tensor_parallel_size": self.degree} if options else {} for way, options in WAYS.items()
+        }
+        return ({XLA_WAY: {"kernel_backend": "xla"}} if self.with_xla else {}) | split
+
+    @property
+    def columns(self) -> list[str]:
+        """Of the table of models by ways."""
+        return [column for way in self.ways for column in ([way, way + FEW] if way.startswith("virtual") else [way])]
+
+
+def try_model(name: str, task: Task) -> Found:
     """Whatever happens to one model, the others are still tried."""
     begun, found = time.monotonic(), Found(name)
     try:
-        _try_model(found, with_xla, degree)
+        with nullcontext() if task.all_programs else few_programs():
+            _try_model(found, task.ways)
     except Exception as error:
         found.wrong["the run"] = f"{type(error).__name__}: {error}"
     found.seconds = round(time.monotonic() - begun, 1)
     return found
 
 
-def _try_model(found: Found, with_xla: bool, degree: int) -> None:
+def _try_model(found: Found, ways: dict[str, dict[str, Any]]) -> None:
     from jpaged import LLMEngine
     from jpaged.api.errors import InvalidParameterError
     from tests.parallel.family_runs import greedy_tokens
@@ -84,8 +136,6 @@ def _try_model(found: Found, with_xla: bool, degree: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
         write_tiny_model(tiny_model(found.model), directory, use_torch=False)
         args = replace(ARGS, model=directory, block_size=BLOCK, num_gpu_blocks_override=4 * POOL)
-        split = {way: options | {"tensor_parallel_size": degree} if options else {} for way, options in WAYS.items()}
-        ways = ({"paged, XLA": {"kernel_backend": "xla"}} if with_xla else {}) | split
         expected = None
         for way, options in ways.items():
             try:
@@ -99,7 +149,7 @@ def _try_model(found: Found, with_xla: bool, degree: int) -> None:
             args = replace(args, num_gpu_blocks_override=groups * POOL + 1)
             tokens = {way: greedy_tokens(engine) + paired_tokens(engine)}
             if options:
-                tokens[f"{way}, few pages"], found.preemptions[way] = _with_few_pages(engine, args, options)
+                tokens[way + FEW], found.preemptions[way] = _with_few_pages(engine, args, options)
             expected = expected or tokens[way]
             for label, ours in tokens.items():
                 if ours == expected:
@@ -157,18 +207,46 @@ def by_worth(names: Sequence[str]) -> list[str]:
     return sorted(names, key=turns.__getitem__)
 
 
-def _work(connection: Any, with_xla: bool, degree: int) -> None:
+def cells(found: Found | None, columns: Sequence[str]) -> dict[str, str]:
+    """A model's row of the table; None: it was not done."""
+
+    def cell(column: str) -> str:
+        if found is None:
+            return "not done"
+        way = column.removesuffix(FEW)
+        if way in found.refused:
+            return "refused"
+        if column in found.wrong:
+            return "differs"
+        if column not in found.equal:
+            return "failed"
+        return "same, none preempted" if column.endswith(FEW) and not found.preemptions[way] else "same"
+
+    return {column: cell(column) for column in columns}
+
+
+def summary(names: Sequence[str], results: Sequence[Found], columns: Sequence[str]) -> dict[str, Any]:
+    """Of the report: the table of models by ways, how many models did what in each way, and all that was found."""
+    found = {one.model: one for one in results}
+    table = {name: cells(found.get(name), columns) for name in names}
+    ways = {column: dict(Counter(row[column] for row in table.values()).most_common()) for column in columns}
+    return {"table": table, "ways": ways, "models": [asdict(one) for one in results]}
+
+
+def _work(connection: Any, task: Task) -> None:
     """A process of the drill: tries the models that it is sent, until one leaves its device in doubt."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while name := connection.recv():
-        found = try_model(name, with_xla, degree)
+        found = try_model(name, task)
         connection.send(found)
         if "the run" in found.wrong:
             return
 
 
-def try_models(names: Sequence[str], processes: int, with_xla: bool, degree: int, until: float) -> Iterator[Found]:
-    """What each model did, in the order in which they are done; those that are not by `until` are left out."""
+def try_models(names: Sequence[str], processes: int, task: Task, until: float) -> Iterator[Found]:
+    """What each model did, in the order in which they are done; those that are not by `until` (of the monotonic clock)
+    are left out. No process is left behind.
+    """
     context = multiprocessing.get_context("spawn")
     waiting, busy = list(names), dict[Any, tuple[Any, str]]()
 
@@ -178,7 +256,7 @@ def try_models(names: Sequence[str], processes: int, with_xla: bool, degree: int
 
     def begin_process() -> None:
         ours, its = context.Pipe()
-        process = context.Process(target=_work, args=(its, with_xla, degree), daemon=True)
+        process = context.Process(target=_work, args=(its, task), daemon=True)
         process.start()
         its.close()
         begin(process, ours)
@@ -206,6 +284,8 @@ def try_models(names: Sequence[str], processes: int, with_xla: bool, degree: int
     finally:
         for process, _ in busy.values():
             process.kill()
+        for process, _ in busy.values():
+            process.join()
 
 
 def main() -> None:
@@ -215,40 +295,54 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1, help="models at once (default: %(default)s)")
     parser.add_argument("--with-xla", action="store_true", help="compare with XLA's kernels, too")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="devices of the virtual layout")
+    parser.add_argument("--all-programs", action="store_true", help="compile all of an engine's programs at its start")
     parser.add_argument("--limit-s", type=float, default=3600, help="seconds after which it stops (default: an hour)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE")
     options = parser.parse_args()
 
+    flags = [os.environ.get("XLA_FLAGS", "")]
     if options.tensor_parallel > 1:  # has no effect where there are GPUs
-        count = f"--xla_force_host_platform_device_count={options.tensor_parallel}"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {count}".strip()
+        flags.append(f"--xla_force_host_platform_device_count={options.tensor_parallel}")
+    if not options.all_programs:
+        flags += NO_TRIALS
+    os.environ["XLA_FLAGS"] = " ".join(flags).strip()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's allocator tells each of its attempts
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes share the device
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{min(0.05, SHARE / options.processes):.3f}")
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
     begun, results = time.monotonic(), list[Found]()
-    directory = tempfile.TemporaryDirectory()  # of all processes, of which some may be killed
-    os.environ["TMPDIR"] = directory.name
-    try:
-        until = begun + options.limit_s
-        names = by_worth(options.models)
-        for found in try_models(names, options.processes, options.with_xla, options.tensor_parallel, until):
-            results.append(found)
-            print(found, flush=True)
-    except KeyboardInterrupt:
-        print("interrupted", flush=True)
-    finally:
-        directory.cleanup()
+    task = Task(options.with_xla, options.tensor_parallel, options.all_programs)
+    names = by_worth(options.models)
+
+    def report(says_so: bool) -> None:
         if options.json:
-            write_report(options.json, "families", vars(options), [asdict(found) for found in results])
-    wrong = [found.model for found in results if found.wrong]
-    untried = set(options.models) - {found.model for found in results}
-    print(f"{len(results) - len(wrong)} of {len(results)} models the same, {time.monotonic() - begun:.0f} s")
+            found = summary(names, results, task.columns)
+            write_report(options.json, "families", vars(options), found, says_so=says_so)
+
+    # Of all processes, of which some may be killed.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+        os.environ["TMPDIR"] = directory
+        try:
+            for found in try_models(names, options.processes, task, begun + options.limit_s):
+                results.append(found)
+                print(found, flush=True)
+                report(says_so=False)
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+        report(says_so=True)
+    for way, counts in summary(names, results, task.columns)["ways"].items():
+        print(f"{way}: " + ", ".join(f"{count} {what}" for what, count in counts.items()))
+    wrong = sorted(found.model for found in results if found.wrong)
+    untried = sorted(set(names) - {found.model for found in results})
+    print(
+        f"{len(results) - len(wrong)} of {len(names)} models the same, {len(wrong)} not, {len(untried)} not done;"
+        f" {time.monotonic() - begun:.0f} s"
+    )
+    if wrong or untried:
+        what = {"not the same": wrong, "not done": untried}
+        raise SystemExit(". ".join(f"{words}: {', '.join(models)}" for words, models in what.items() if models))
     if not any(any(found.preemptions.values()) for found in results):
         raise SystemExit("no request was preempted: the pools were too large to show anything")
-    if wrong or untried:
-        untried_words = f"not tried: {', '.join(sorted(untried))}" if untried else ""
-        raise SystemExit(f"not the same: {', '.join(sorted(wrong)) or 'none'}. {untried_words}")
 
 
 if __name__ == "__main__":
