@@ -169,6 +169,8 @@ class LLM:
         use_tqdm: bool | Callable[..., tqdm] = True,
         *,
         priority: int | Sequence[int] | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: None = None,
     ) -> list[RequestOutput]:
         """Completes prompts, as many at once as fit.
 
@@ -177,13 +179,16 @@ class LLM:
             sampling_params: for all, or one for each prompt; the model's defaults if None.
             use_tqdm: show a progress bar with input and output tokens/s, or the tqdm class to show it with.
             priority: for all, or one for each prompt; with scheduling_policy "priority", lower runs first.
+            lora_request, tokenization_kwargs: vLLM's options that are not supported.
         Returns:
             One output for each prompt, in their order.
         Raises:
             InvalidPromptError, InvalidParameterError, OutOfMemoryError: an input cannot be served; it is named,
                 and none has run.
+            UnsupportedParameterError: an option that is not supported is given, and not None.
             EngineDeadError: the engine failed.
         """
+        _refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         prompt_list = as_prompt_list(prompts)
         params = self._params_for(len(prompt_list), sampling_params)
         if isinstance(priority, int) or priority is None:
@@ -200,11 +205,13 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
         use_tqdm: bool | Callable[..., tqdm] = False,
+        *,
+        lora_request: None = None,
     ) -> list[RequestOutput]:
         """Finds for each prompt the likeliest sequences by beam search, as transformers does.
 
         Args:
-            prompts, use_tqdm: as in `generate`.
+            prompts, use_tqdm, lora_request: as in `generate`.
             params: how to search, for all prompts.
         Returns:
             One output for each prompt, in their order; its `outputs` are the sequences, best first, each with its
@@ -212,6 +219,7 @@ class LLM:
         Raises:
             As `generate`; and OutOfMemoryError if the beams of a prompt might not fit the KV pool together.
         """
+        _refuse(lora_request=lora_request)
         if not isinstance(params, BeamSearchParams):
             raise InvalidParameterError(f"params must be BeamSearchParams, got {type(params).__name__}.")
         prompt_list = as_prompt_list(prompts)
@@ -223,6 +231,8 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., tqdm] = True,
         pooling_params: PoolingParams | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Turns prompts into vectors, made of the model's hidden states after its final norm.
 
@@ -230,12 +240,14 @@ class LLM:
             prompts, use_tqdm: as in `generate`. Text gets the tokens that the tokenizer adds, token ids get none.
             pooling_params: how to pool; None: as the checkpoint's `modules.json` says, or else the last token's state,
                 normalised.
+            lora_request, tokenization_kwargs: as in `generate`.
         Returns:
             One output for each prompt, in their order; its vector is `outputs.embedding`.
         Raises:
-            InvalidPromptError, InvalidParameterError, OutOfMemoryError: as `generate`.
+            InvalidPromptError, InvalidParameterError, OutOfMemoryError, UnsupportedParameterError: as `generate`.
             NonFiniteLogitsError: a vector holds infinities or NaN.
         """
+        _refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         params = self.engine.embeddings.params() if pooling_params is None else pooling_params
         if not isinstance(params, PoolingParams):
             raise InvalidParameterError(f"pooling_params must be PoolingParams, got {type(params).__name__}.")
@@ -368,6 +380,9 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: None = None,
+        mm_processor_kwargs: None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation, or several, through the model's chat template.
 
@@ -380,13 +395,20 @@ class LLM:
             tools: {"type": "function", "function": {...}} each, which the chat template tells the model of. Calls come
                 as the model's text; the server reads them.
             chat_template_kwargs: further variables for the template.
+            lora_request, tokenization_kwargs, mm_processor_kwargs: vLLM's options that are not supported.
         Returns:
             One output for each conversation, in their order.
         Raises:
             InvalidPromptError: malformed messages, or the model has no chat template.
             InvalidParameterError: chat_template_kwargs that are not variables by name, or tools that the template does
                 not know.
+            UnsupportedParameterError: as `generate`.
         """
+        _refuse(
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise InvalidPromptError("messages must be a non-empty list of messages or of conversations.")
         conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
@@ -590,6 +612,21 @@ def _scoring_output(first: RequestOutput, second: RequestOutput) -> ScoringReque
         first.prompt_token_ids + second.prompt_token_ids,
         first.num_cached_tokens + second.num_cached_tokens,
     )
+
+
+_UNSUPPORTED = {
+    "lora_request": "adapters are not loaded; merge the adapter into the checkpoint",
+    "tokenization_kwargs": "give token ids for other tokens than the tokenizer's own",
+    "mm_processor_kwargs": "prompts are text alone",
+}
+"""vLLM's options of calls, and why they are refused."""
+
+
+def _refuse(**options: object) -> None:
+    """Raises UnsupportedParameterError for the first of these options that asks for something."""
+    for name, value in options.items():
+        if value is not None:
+            raise UnsupportedParameterError(f"{name} is not supported: {_UNSUPPORTED[name]}. Got {shown(value)}.")
 
 
 def _start_engine(args: EngineArgs, weights: Any) -> LLMEngine | ReplicatedEngine:

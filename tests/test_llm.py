@@ -24,6 +24,7 @@ from jpaged.api.errors import (
     ModelNotFoundError,
     OutOfMemoryError,
     UnsupportedModelError,
+    UnsupportedParameterError,
 )
 from jpaged.assets import demo_model_path
 from tests.tiny_models import DEMO_ENGINE, MAX_LENGTH, TINY_ENGINE, VOCAB_SIZE, tiny_model, write_tiny_model
@@ -307,6 +308,29 @@ def test_generate_takes_no_outputs_of_requests_that_were_added_to_the_engine_dir
 def test_a_priority_that_is_no_integer_nor_a_list_is_refused(llm, priority):
     with pytest.raises(InvalidParameterError, match="priority must be an integer or a list"):
         llm.generate([[1, 2]], GREEDY, use_tqdm=False, priority=priority)
+
+
+@pytest.mark.parametrize(
+    ("method", "option"),
+    [
+        ("generate", "lora_request"),
+        ("generate", "tokenization_kwargs"),
+        ("chat", "lora_request"),
+        ("chat", "tokenization_kwargs"),
+        ("chat", "mm_processor_kwargs"),
+        ("embed", "lora_request"),
+        ("embed", "tokenization_kwargs"),
+    ],
+)
+def test_options_of_vllm_that_are_not_supported_are_refused_by_name(llm, method, option):
+    prompts = [{"role": "user", "content": "Hi"}] if method == "chat" else [[1, 2]]
+    with pytest.raises(UnsupportedParameterError, match=f"^{option} is not supported: .* Got {{'a': 1}}"):
+        getattr(llm, method)(prompts, **{option: {"a": 1}})
+
+
+def test_an_option_that_is_not_supported_and_asks_for_nothing_is_taken(llm):
+    asked = llm.generate([[1, 2]], GREEDY, lora_request=None, tokenization_kwargs=None)
+    assert asked[0].outputs == llm.generate([[1, 2]], GREEDY)[0].outputs
 
 
 def test_one_priority_is_that_of_all_prompts(llm, monkeypatch):

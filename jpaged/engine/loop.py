@@ -58,11 +58,13 @@ class EngineCore:
 
     Attributes:
         observer: hears of each step; None: nobody does.
+        num_starts: how often a sequence has got a slot.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, pace: Pace | None = None) -> None:
         self.scheduler = scheduler
         self.observer: StepObserver | None = None
+        self.num_starts = 0
         self._executor = executor
         self._pace = pace or Pace()
         self._depth = scheduler.config.pipeline_depth
@@ -120,6 +122,7 @@ class EngineCore:
                     break
         updates = self.scheduler.take_updates()
         if isinstance(plan, StepPlan):
+            self.num_starts += len(plan.starts)
             if self.observer is not None:
                 self.observer.planned(plan)
             handle = self._executor.execute(plan)

@@ -44,13 +44,14 @@ class _OpenSequence:
 
 @dataclass(slots=True)
 class _OpenRequest:
+    """A request that has not finished. reports: it has outputs before it finishes. is_delta: these have what is new."""
+
     prompt: str | None
     prompt_token_ids: list[int]
+    request: Request
     sequences: list[_OpenSequence]
-
-    @property
-    def request(self) -> Request:
-        return self.sequences[0].request
+    reports: bool
+    is_delta: bool
 
 
 class OutputProcessor:
@@ -75,7 +76,15 @@ class OutputProcessor:
             if request.logprobs is not None:
                 sequence.texts = self._texts(request)
             sequences.append(sequence)
-        self._open[request.request_id] = _OpenRequest(prompt, prompt_token_ids, sequences)
+        kind, ranks = request.sampling.output_kind, request.sampling.ranks
+        self._open[request.request_id] = _OpenRequest(
+            prompt,
+            prompt_token_ids,
+            request,
+            sequences,
+            reports=kind != RequestOutputKind.FINAL_ONLY and not ranks,
+            is_delta=kind == RequestOutputKind.DELTA and not ranks,
+        )
 
     def forget(self, request_id: str) -> None:
         """A request was aborted."""
@@ -83,24 +92,29 @@ class OutputProcessor:
 
     def process(self, updates: list[RequestUpdate]) -> list[RequestOutput]:
         """Outputs for the updates of one step, at most one a request. Ends sequences at their stop strings."""
-        changed: dict[str, list[_OpenSequence]] = {}
+        if len(updates) == 1:  # so it is for each token of a stream
+            update = updates[0]
+            state = self._open[update.request.request_id]
+            sequence = state.sequences[update.request.index]
+            self._take_tokens(sequence, update)
+            output = self._news(state, [sequence])
+            return [] if output is None else [output]
+        changed: dict[str, dict[int, _OpenSequence]] = {}
         for update in updates:
             request_id, index = update.request.request_id, update.request.index
             sequence = self._open[request_id].sequences[index]
             self._take_tokens(sequence, update)
-            of_request = changed.setdefault(request_id, [])
-            if not any(one is sequence for one in of_request):  # it may have got a token and ended for another reason
-                of_request.append(sequence)
-        outputs = []
-        for request_id, sequences in changed.items():
-            state = self._open[request_id]
-            finished = state.request.group.finished
-            sampling = state.request.sampling
-            if finished or (sampling.output_kind != RequestOutputKind.FINAL_ONLY and not sampling.ranks):
-                outputs.append(self._output(state, sequences, finished))
-            if finished:
-                del self._open[request_id]
-        return outputs
+            changed.setdefault(request_id, {})[index] = sequence  # it may have got a token and ended for another reason
+        found = (self._news(self._open[request_id], list(of.values())) for request_id, of in changed.items())
+        return [output for output in found if output is not None]
+
+    def _news(self, state: _OpenRequest, changed: list[_OpenSequence]) -> RequestOutput | None:
+        """The output of a request of which some sequences have news; None if it does not report yet."""
+        finished = state.request.group.finished
+        output = self._output(state, changed, finished) if finished or state.reports else None
+        if finished:
+            del self._open[state.request.request_id]
+        return output
 
     def _take_tokens(self, state: _OpenSequence, update: RequestUpdate) -> None:
         request, detokenizer = state.request, state.detokenizer
@@ -123,14 +137,15 @@ class OutputProcessor:
         if not request.samples:
             completions = []
         elif request.beam is not None:
-            completions = [self._completion(s, i) for i, s in enumerate(state.sequences[: request.beam.n])]
+            completions = [self._completion(s, i, False) for i, s in enumerate(state.sequences[: request.beam.n])]
         elif request.sampling.ranks:
             ranked = sorted(state.sequences, key=lambda sequence: -sequence.cumulative_logprob)  # stable
-            completions = [self._completion(s, i) for i, s in enumerate(ranked[: request.sampling.n])]
+            completions = [self._completion(s, i, False) for i, s in enumerate(ranked[: request.sampling.n])]
         else:
-            is_delta = request.sampling.output_kind == RequestOutputKind.DELTA
-            shown = sorted(changed, key=lambda s: s.request.index) if is_delta else state.sequences
-            completions = [self._completion(sequence, sequence.request.index) for sequence in shown]
+            shown = state.sequences
+            if state.is_delta:
+                shown = changed if len(changed) == 1 else sorted(changed, key=lambda s: s.request.index)
+            completions = [self._completion(s, s.request.index, state.is_delta) for s in shown]
         prompt_logprobs = request.prompt_logprobs
         if prompt_logprobs is not None:
             texts = self._texts(request)
@@ -148,12 +163,11 @@ class OutputProcessor:
             num_cached_tokens=request.num_cached_tokens,
             metrics=request.stats,
             scores=request.scores,
-            embedding=_embedding(request),
+            embedding=None if request.pooling is None else _embedding(request),
         )
 
-    def _completion(self, state: _OpenSequence, index: int) -> CompletionOutput:
+    def _completion(self, state: _OpenSequence, index: int, is_delta: bool) -> CompletionOutput:
         request = state.request
-        is_delta = request.sampling.output_kind == RequestOutputKind.DELTA and not request.sampling.ranks
         text = ""
         if state.detokenizer is not None:
             delta = state.detokenizer.next_delta(request.finished)

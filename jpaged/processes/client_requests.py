@@ -27,11 +27,14 @@ _BEFORE_START = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 @dataclass(slots=True)
 class ClientRequest:
-    """A client's request. num_logprobs: positions sent, by the index of a sequence that has had an update."""
+    """A client's request. num_logprobs: positions sent, by the index of a sequence that has had an update.
+    is_single: it is for one sequence.
+    """
 
     request: Request
     connection: Connection
     handle: int
+    is_single: bool
     num_logprobs: dict[int, int] = field(default_factory=dict)
 
 
@@ -48,7 +51,7 @@ class ClientRequests(ABC):
         resumed: of one that goes on.
         """
         self._queue(request, None if resumed is None else resumed.token_ids())
-        self._requests[request.request_id] = ClientRequest(request, connection, handle)
+        self._requests[request.request_id] = ClientRequest(request, connection, handle, request.num_sequences == 1)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Nobody waits for these any more. Unknown ids are passed over."""
@@ -191,6 +194,7 @@ class StepRequests(ClientRequests):
         super().__init__(engine)
         self._core = engine.core
         self._not_started: deque[ClientRequest] = deque()
+        self._num_starts = 0  # of the core, when `_not_started` was last looked through
 
     def add(self, request: Request, connection: Connection, handle: int, resumed: Resumed | None = None) -> None:
         super().add(request, connection, handle, resumed)
@@ -220,6 +224,7 @@ class StepRequests(ClientRequests):
         ids = list(request_ids)
         self._core.abort(ids)
         super().abort(ids)
+        self._num_starts = -1  # what waits no longer is to be found
 
     def abort_reporting(self, request_ids: Iterable[str]) -> FromEngine | None:
         entries, updates = dict(self._requests), []
@@ -243,13 +248,14 @@ class StepRequests(ClientRequests):
         news: dict[Connection, tuple[array, array, list[Update], array]] = {}
         current: Connection | None = None
         ended: list[str] = []
+        finished = RequestStatus.FINISHED
         for request, token_ids in updates:
             entry = self._requests[request.request_id]
             if entry.connection is not current:  # nearly always there is only one
                 current = entry.connection
                 handles, tokens, rare, _ = news.setdefault(current, _no_news())
-            is_plain = len(token_ids) == 1 and not request.finished and request.logprobs is None
-            if is_plain and entry.num_logprobs and len(request.group.members) == 1:
+            is_plain = len(token_ids) == 1 and request.status is not finished and request.logprobs is None
+            if is_plain and entry.num_logprobs and entry.is_single:
                 handles.append(entry.handle)
                 tokens.append(token_ids[0])
             else:
@@ -258,8 +264,10 @@ class StepRequests(ClientRequests):
                     ended.append(request.request_id)
         for request_id in ended:
             self._requests.pop(request_id, None)
-        for entry in self._take_started():
-            news.setdefault(entry.connection, _no_news())[3].append(entry.handle)
+        if self._not_started and (ended or self._core.num_starts != self._num_starts):
+            self._num_starts = self._core.num_starts
+            for entry in self._take_started():
+                news.setdefault(entry.connection, _no_news())[3].append(entry.handle)
         return {
             connection: Step(handles.tobytes(), tokens.tobytes(), rare, started.tobytes())
             for connection, (handles, tokens, rare, started) in news.items()

@@ -86,8 +86,9 @@ class EngineProcess:
             self._receive(spare_s if requests.can_step() else 0.0 if has_idle_memory else IDLE_BEAT_S)
             self._send(requests.collect())
             self._trials.advance()
-            has_idle_memory = not requests.has_unfinished() and self._engine.rest()
-            if requests.can_step() and requests.spare_s() < _SHORTEST_WAIT_S:
+            can_step = requests.can_step()
+            has_idle_memory = not (can_step or requests.has_unfinished()) and self._engine.rest()
+            if can_step and requests.spare_s() < _SHORTEST_WAIT_S:
                 self._send(requests.step())
 
     def _send(self, messages: Mapping[Connection, wire.FromEngine]) -> None:

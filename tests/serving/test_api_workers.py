@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import time
+from array import array
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.engine.sequences.request import RequestStatus
 from jpaged.frontend.llm_engine import LLMEngine
 from jpaged.processes import keeper
-from jpaged.processes.client_requests import StepRequests
+from jpaged.processes.client_requests import ClientRequest, StepRequests
 from jpaged.serving import workers
 from jpaged.serving.limits import ServerLimits
 from jpaged.serving.options import AppOptions, ServerOptions
@@ -298,6 +299,25 @@ def test_what_has_started_is_told_whatever_waits_before_it(before):
     assert requests._take_started() == [running]
     assert list(requests._not_started) == [waiting]
     assert requests._take_started() == []
+
+
+def test_those_that_wait_are_looked_through_only_when_a_sequence_has_got_a_slot_or_a_request_has_ended():
+    core = SimpleNamespace(num_starts=0, abort=list)
+    requests = StepRequests(SimpleNamespace(args=EngineArgs(), core=core))
+    connection = object()
+
+    def open_request(handle):
+        request = SimpleNamespace(status=RequestStatus.RUNNING, request_id=str(handle))
+        requests._not_started.append(ClientRequest(request, connection, handle, True))
+
+    open_request(7)
+    assert requests._report([]) == {}
+    core.num_starts = 1
+    assert array("q", requests._report([])[connection].started).tolist() == [7]
+    open_request(8)
+    assert requests._report([]) == {}
+    requests.abort(["9"])
+    assert array("q", requests._report([])[connection].started).tolist() == [8]
 
 
 @pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 1), (7, 1), (8, 2), (16, 4), (128, 4)])

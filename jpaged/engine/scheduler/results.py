@@ -229,8 +229,9 @@ class Results(SchedulerPart):
         brought = tokens[heard].tolist()
         if counts is not None:
             brought = [of_row[:count] for of_row, count in zip(brought, counts[is_heard].tolist(), strict=True)]
+        requests = slots.requests
         for slot, token_ids, code in zip(live[is_heard].tolist(), brought, codes[heard].tolist(), strict=True):
-            request = slots.requests[slot]
+            request = requests[slot]
             if request is None:
                 continue
             request.stats.last_token_time = now
