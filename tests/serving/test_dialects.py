@@ -430,7 +430,7 @@ UNSUPPORTED = [
     ({"input": [{"type": "custom_tool_call", "id": "a"}]}, "input"),
     ({"reasoning": {"summary": "concise"}}, "reasoning.summary"),
     ({"truncation": "auto"}, "truncation"),
-    ({"include": ["reasoning.encrypted_content", "message.output_text.logprobs"]}, "include"),
+    ({"include": ["reasoning.encrypted_content", "file_search_call.results"]}, "include"),
     ({"text": {"verbosity": "low"}}, "text.verbosity"),
 ]
 
@@ -441,7 +441,7 @@ def test_what_responses_cannot_do_is_named(field, param):
         responses.chat_of(ResponsesRequest(**({"input": "a"} | field)), ResponseStore())
     assert (caught.value.status, caught.value.param) == (400, param)
     if param == "include":
-        assert "'message.output_text.logprobs' is not supported" in str(caught.value)
+        assert "'file_search_call.results' is not supported" in str(caught.value)
 
 
 def test_encrypted_reasoning_may_be_asked_for_and_changes_nothing():

@@ -5,7 +5,7 @@ TurnDelta --> begin(reasoning) more(...) end   begin(text) more(...) end   begin
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -20,13 +20,15 @@ from jpaged.text.turns.parser import TurnDelta, TurnParser
 
 @dataclass
 class Item:
-    """One of an answer. number: from 0. id, name: of a call. text: what has come of it; of a call its arguments."""
+    """One of an answer. number: from 0. id, name: of a call. text: what has come of it; of a call its arguments.
+    logprobs: of the tokens of a text, where a dialect gives them."""
 
     kind: Literal["reasoning", "text", "call"]
     number: int
     id: str = ""
     name: str = ""
     text: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
 
 
 def named_event(body: dict[str, Any]) -> bytes:

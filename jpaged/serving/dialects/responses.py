@@ -11,13 +11,16 @@ from typing import Any
 
 from msgspec import Struct
 
+from jpaged.api.outputs import CompletionOutput, Logprob, PositionLogprobs
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.serving.answers import AnswerContext
 from jpaged.serving.dialects.conversations import PARAGRAPH, without_late_systems
 from jpaged.serving.dialects.items import Item, ItemsAnswer, named_event, renamed
 from jpaged.serving.dialects.response_store import ResponseStore
+from jpaged.serving.dialects.text_logprobs import TextTokens
 from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import ChatCompletionRequest, Integer, LogitBias
+from jpaged.text.turns.parser import TurnDelta
 
 Unsupported = Any
 
@@ -43,9 +46,11 @@ def error_body(error: ApiError) -> bytes:
 
 
 PLAIN_REASONING = "reasoning.encrypted_content"
-"""The one value of `include` that is taken. With or without it reasoning comes as plain text, and nothing is encrypted:
-a client that sends the items back has lost nothing.
+"""A value of `include`. With or without it reasoning comes as plain text, and nothing is encrypted: a client that sends
+the items back has lost nothing.
 """
+TEXT_LOGPROBS = "message.output_text.logprobs"
+"""A value of `include`: log-probabilities of the tokens of texts."""
 
 
 class ResponsesRequest(Struct, kw_only=True):
@@ -100,17 +105,20 @@ def chat_of(body: ResponsesRequest, store: ResponseStore) -> ChatCompletionReque
     Raises:
         ApiError: it is malformed, or asks for what is not supported.
     """
-    for name in ("background", "conversation", "prompt", "max_tool_calls", "top_logprobs"):
+    for name in ("background", "conversation", "prompt", "max_tool_calls"):
         if getattr(body, name):
             raise ApiError(400, f"{name} is not supported; leave it out.", param=name, code="unsupported_parameter")
     for value in body.include or ():
-        if value != PLAIN_REASONING:
+        if value not in (PLAIN_REASONING, TEXT_LOGPROBS):
             raise ApiError(
                 400,
                 f"include: {value[:80]!r} is not supported; leave it out.",
                 param="include",
                 code="unsupported_parameter",
             )
+    has_logprobs = TEXT_LOGPROBS in (body.include or ())
+    if body.top_logprobs and not has_logprobs:
+        raise ApiError(400, f'top_logprobs needs include: ["{TEXT_LOGPROBS}"].', param="top_logprobs")
     if (body.text or {}).get("verbosity") not in (None, "medium"):
         raise ApiError(400, "text.verbosity must be medium; other values are not supported.", param="text.verbosity")
     if body.truncation not in (None, "disabled"):
@@ -134,6 +142,8 @@ def chat_of(body: ResponsesRequest, store: ResponseStore) -> ChatCompletionReque
         tools=[_tool(f"tools[{i}]", tool) for i, tool in enumerate(body.tools or ())] or None,
         tool_choice=_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
+        logprobs=has_logprobs or None,
+        top_logprobs=body.top_logprobs or 0 if has_logprobs else None,
         reasoning_effort=(body.reasoning or {}).get("effort"),
         response_format=_format(body.text),
         **{name: getattr(body, name) for name in _OF_CHATS},
@@ -268,6 +278,8 @@ class ResponsesAnswer(ItemsAnswer):
         self._summarizes = _summarizes(body)
         self._sampling = context.sampling or SamplingParams()
         self._sequence_number = 0
+        self._tokens: TextTokens[dict[str, Any]] = TextTokens()
+        self._logprobs: list[dict[str, Any]] = []  # of the tokens of new text
 
     def end(self) -> bytes:
         message = self._ended()
@@ -279,6 +291,29 @@ class ResponsesAnswer(ItemsAnswer):
     def failed(self, error: ApiError) -> bytes:
         error = renamed(error, _NAMES)
         return self._named("error", code=error.code, message=error.message, param=error.param)
+
+    def _take(self, completion: CompletionOutput) -> bytes:
+        if completion.logprobs is None:
+            return super()._take(completion)
+        said = zip(completion.token_ids, completion.logprobs, strict=True)
+        tokens = [(self._token(token, position[token]), self._logprob(token, position)) for token, position in said]
+        self._tokens.add(completion.text, tokens)
+        return super()._take(completion)
+
+    def _news(self, delta: TurnDelta) -> bytes:
+        self._logprobs = self._tokens.taken(delta.places, self._parser.num_read)
+        return super()._news(delta)
+
+    def _logprob(self, token: int, position: PositionLogprobs) -> dict[str, Any]:
+        """What is said of a token: its log-probability, and those of the most likely ones."""
+        most = self._body.top_logprobs or 0
+        ranked = sorted((logprob.rank or 0, other) for other, logprob in position.items())
+        top = [self._one_logprob(other, position[other]) for rank, other in ranked if rank <= most]
+        return self._one_logprob(token, position[token]) | {"top_logprobs": top}
+
+    def _one_logprob(self, token: int, logprob: Logprob) -> dict[str, Any]:
+        data = b"" if self._tokenizer is None else self._tokenizer.token_bytes(token)
+        return {"token": self._token(token, logprob), "logprob": logprob.logprob, "bytes": list(data)}
 
     def _named(self, kind: str, **fields: Any) -> bytes:
         body = {"type": kind, "sequence_number": self._sequence_number, **fields}
@@ -294,9 +329,9 @@ class ResponsesAnswer(ItemsAnswer):
             "response.output_item.added", output_index=item.number, item=self._item(item, "in_progress")
         )
         if self._is_summary(item):
-            events += self._of_summary("response.reasoning_summary_part.added", item, part=self._part(item, ""))
+            events += self._of_summary("response.reasoning_summary_part.added", item, part=self._part(item, "", []))
         elif item.kind != "call":
-            events += self._of("response.content_part.added", item, part=self._part(item, ""))
+            events += self._of("response.content_part.added", item, part=self._part(item, "", []))
         return events
 
     def _more(self, item: Item, text: str) -> bytes:
@@ -306,21 +341,22 @@ class ResponsesAnswer(ItemsAnswer):
             return self._of_summary("response.reasoning_summary_text.delta", item, delta=text)
         if item.kind == "reasoning":
             return self._of("response.reasoning_text.delta", item, delta=text)
-        return self._of("response.output_text.delta", item, delta=text, logprobs=[])
+        item.logprobs += self._logprobs
+        return self._of("response.output_text.delta", item, delta=text, logprobs=self._logprobs)
 
     def _end_of(self, item: Item) -> bytes:
         if item.kind == "call":
             events = self._of_call("response.function_call_arguments.done", item, arguments=item.text, name=item.name)
         elif self._is_summary(item):
             events = self._of_summary("response.reasoning_summary_text.done", item, text=item.text)
-            part = self._part(item, item.text)
+            part = self._part(item, item.text, [])
             events += self._of_summary("response.reasoning_summary_part.done", item, part=part)
         elif item.kind == "reasoning":
             events = self._of("response.reasoning_text.done", item, text=item.text)
         else:
-            events = self._of("response.output_text.done", item, text=item.text, logprobs=[])
+            events = self._of("response.output_text.done", item, text=item.text, logprobs=item.logprobs)
         if item.kind != "call" and not self._is_summary(item):
-            events += self._of("response.content_part.done", item, part=self._part(item, item.text))
+            events += self._of("response.content_part.done", item, part=self._part(item, item.text, item.logprobs))
         return events + self._named("response.output_item.done", output_index=item.number, item=self._item(item))
 
     def _of(self, kind: str, item: Item, **fields: Any) -> bytes:
@@ -339,10 +375,10 @@ class ResponsesAnswer(ItemsAnswer):
         prefix = {"reasoning": "rs", "text": "msg", "call": "fc"}[item.kind]
         return f"{prefix}_{self.response_id.removeprefix('resp_')}_{item.number}"
 
-    def _part(self, item: Item, text: str) -> dict[str, Any]:
+    def _part(self, item: Item, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
         if item.kind == "reasoning":
             return {"type": "summary_text" if self._summarizes else "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def _item(self, item: Item, status: str | None = None) -> dict[str, Any]:
         begins = status is not None
@@ -353,7 +389,7 @@ class ResponsesAnswer(ItemsAnswer):
         made: dict[str, Any] = {"id": self._item_id(item), "status": status}
         if item.kind == "call":
             return made | {"type": "function_call", "call_id": item.id, "name": item.name, "arguments": item.text}
-        content = [] if begins else [self._part(item, item.text)]
+        content = [] if begins else [self._part(item, item.text, item.logprobs)]
         if item.kind == "reasoning":
             summary, content = (content, []) if self._summarizes else ([], content)
             return made | {"type": "reasoning", "summary": summary, "content": content}
@@ -385,7 +421,7 @@ class ResponsesAnswer(ItemsAnswer):
             "prompt_cache_key": body.prompt_cache_key,
             "safety_identifier": body.safety_identifier,
             "service_tier": "default",
-            "top_logprobs": 0,
+            "top_logprobs": body.top_logprobs or 0,
             "user": body.user,
             "id": self.response_id,
             "object": "response",

@@ -122,7 +122,8 @@ class _Handlers:
         make_answer: MakeAnswer | Callable[..., Any],
     ) -> Response:
         try:
-            job = await self._jobs.chat(chat, client_of(request, self._options.api_keys), make_answer)
+            client = client_of(request, self._options.api_keys)
+            job = await self._jobs.chat(chat, client, make_answer, ends_whole=True)
             if self._engine.observers:
                 job = replace(job, trace_headers=trace_headers(request))
             if job.streams:
@@ -131,4 +132,8 @@ class _Handlers:
                 outputs = await unless_disconnected(request.receive, all_outputs(self._engine, job))
         except JPagedError as error:
             raise api_error(error, body.__struct_fields__, prompt_field) from error
-        return Response(job.answer.whole(outputs), media_type="application/json")
+        if job.is_large:
+            answer = await self._engine.in_thread(lambda: job.answer.whole(outputs))
+        else:
+            answer = job.answer.whole(outputs)
+        return Response(answer, media_type="application/json")
