@@ -78,7 +78,7 @@ def openapi() -> dict[str, Any]:
     for path, method, what in (
         ("/v1/responses/{id}", "get", "A response that is kept."),
         ("/v1/responses/{id}", "delete", "Forget a response."),
-        ("/v1/responses/{id}/cancel", "post", "400: responses do not run in the background."),
+        ("/v1/responses/{id}/cancel", "post", "Cancel a response that runs in the background."),
     ):
         answers = {"200": _content(what, {"type": "object"})} | errors
         paths.setdefault(path, {})[method] = {"summary": what, "parameters": response_id, "responses": answers}

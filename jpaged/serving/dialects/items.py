@@ -149,10 +149,10 @@ class ItemsAnswer(Answer):
     def _end_of(self, item: Item) -> bytes:
         raise NotImplementedError
 
-    def _message(self) -> dict[str, Any]:
+    def message(self) -> dict[str, Any]:
         """The whole answer, with all items that have come."""
         raise NotImplementedError
 
     def _ended(self) -> dict[str, Any]:
-        """`_message` of an answer at its end, which a dialect may keep."""
-        return self._message()
+        """`message` of an answer at its end, which a dialect may keep."""
+        return self.message()

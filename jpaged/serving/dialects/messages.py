@@ -317,7 +317,7 @@ class MessagesAnswer(ItemsAnswer):
         )
 
     def _start(self) -> bytes:
-        return named_event({"type": "message_start", "message": self._message()})
+        return named_event({"type": "message_start", "message": self.message()})
 
     def _begin(self, item: Item) -> bytes:
         return named_event(
@@ -356,7 +356,7 @@ class MessagesAnswer(ItemsAnswer):
             arguments = {}
         return {"type": "tool_use", "id": item.id, "name": item.name, "input": arguments}
 
-    def _message(self) -> dict[str, Any]:
+    def message(self) -> dict[str, Any]:
         cached = sum(self._num_cached)
         return {
             "id": self.request_id.replace("chatcmpl-", "msg_", 1),

@@ -15,6 +15,7 @@ from jpaged.api.outputs import CompletionOutput, Logprob, PositionLogprobs
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.serving.answers import AnswerContext
 from jpaged.serving.dialects.conversations import PARAGRAPH, without_late_systems
+from jpaged.serving.dialects.event_record import EventRecord
 from jpaged.serving.dialects.items import Item, ItemsAnswer, named_event, renamed
 from jpaged.serving.dialects.response_store import ResponseStore
 from jpaged.serving.dialects.text_logprobs import TextTokens
@@ -72,6 +73,7 @@ class ResponsesRequest(Struct, kw_only=True):
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
+    background: bool | None = None
     metadata: dict[str, str] | None = None
     truncation: str | None = None
     include: list[str] | None = None
@@ -93,7 +95,6 @@ class ResponsesRequest(Struct, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
 
-    background: Unsupported = None
     conversation: Unsupported = None
     prompt: Unsupported = None
     max_tool_calls: Unsupported = None
@@ -105,7 +106,7 @@ def chat_of(body: ResponsesRequest, store: ResponseStore) -> ChatCompletionReque
     Raises:
         ApiError: it is malformed, or asks for what is not supported.
     """
-    for name in ("background", "conversation", "prompt", "max_tool_calls"):
+    for name in ("conversation", "prompt", "max_tool_calls"):
         if getattr(body, name):
             raise ApiError(400, f"{name} is not supported; leave it out.", param=name, code="unsupported_parameter")
     for value in body.include or ():
@@ -116,6 +117,10 @@ def chat_of(body: ResponsesRequest, store: ResponseStore) -> ChatCompletionReque
                 param="include",
                 code="unsupported_parameter",
             )
+    if body.background and body.store is False:
+        raise ApiError(
+            400, "background can only be used when `store` is true: leave one of them out.", param="background"
+        )
     has_logprobs = TEXT_LOGPROBS in (body.include or ())
     if body.top_logprobs and not has_logprobs:
         raise ApiError(400, f'top_logprobs needs include: ["{TEXT_LOGPROBS}"].', param="top_logprobs")
@@ -134,7 +139,7 @@ def chat_of(body: ResponsesRequest, store: ResponseStore) -> ChatCompletionReque
         model=body.model,
         messages=messages,
         max_completion_tokens=body.max_output_tokens,
-        stream=body.stream,
+        stream=body.stream or body.background,  # which says how far it is
         temperature=body.temperature,
         top_p=body.top_p,
         presence_penalty=body.presence_penalty,
@@ -265,7 +270,9 @@ def _text(where: str, content: Any, joint: str = "\n") -> str:
 
 
 class ResponsesAnswer(ItemsAnswer):
-    """The answer to /v1/responses. body: the request; chat: what it stands for. It is kept in the store at its end."""
+    """The answer to /v1/responses. body: the request; chat: what it stands for. It is kept in the store at its end; one
+    that runs in the background when `keep` says so, however it ends.
+    """
 
     def __init__(
         self, chat: ChatCompletionRequest, context: AnswerContext, body: ResponsesRequest, store: ResponseStore
@@ -278,6 +285,7 @@ class ResponsesAnswer(ItemsAnswer):
         self._summarizes = _summarizes(body)
         self._sampling = context.sampling or SamplingParams()
         self._sequence_number = 0
+        self._is_cancelled = False
         self._tokens: TextTokens[dict[str, Any]] = TextTokens()
         self._logprobs: list[dict[str, Any]] = []  # of the tokens of new text
 
@@ -288,8 +296,21 @@ class ResponsesAnswer(ItemsAnswer):
     def error_body(self, error: ApiError) -> bytes:
         return error_body(error)
 
+    def queued(self) -> bytes:
+        """The events before anything has come, in the background."""
+        message = self.message()
+        return self._named("response.created", response=message) + self._named("response.queued", response=message)
+
+    def cancelled(self) -> bytes:
+        """The events that end a response which was cancelled."""
+        self._is_cancelled = True
+        return self._close() + self.end()
+
     def failed(self, error: ApiError) -> bytes:
         error = renamed(error, _NAMES)
+        if self._body.background:
+            self.failure = error
+            return self._close() + self.end()
         return self._named("error", code=error.code, message=error.message, param=error.param)
 
     def _take(self, completion: CompletionOutput) -> bytes:
@@ -321,8 +342,9 @@ class ResponsesAnswer(ItemsAnswer):
         return named_event(body)
 
     def _start(self) -> bytes:
-        message = self._message()
-        return self._named("response.created", response=message) + self._named("response.in_progress", response=message)
+        message = self.message()
+        events = b"" if self._body.background else self._named("response.created", response=message)
+        return events + self._named("response.in_progress", response=message)
 
     def _begin(self, item: Item) -> bytes:
         events = self._named(
@@ -384,7 +406,7 @@ class ResponsesAnswer(ItemsAnswer):
         begins = status is not None
         if status is None:
             is_last = item is self.items[-1]
-            is_cut = self.reason == "length" or self.failure is not None
+            is_cut = self.reason == "length" or self.failure is not None or self._is_cancelled
             status = "incomplete" if is_last and is_cut else "completed"
         made: dict[str, Any] = {"id": self._item_id(item), "status": status}
         if item.kind == "call":
@@ -395,10 +417,13 @@ class ResponsesAnswer(ItemsAnswer):
             return made | {"type": "reasoning", "summary": summary, "content": content}
         return made | {"type": "message", "role": "assistant", "content": content}
 
-    def _message(self) -> dict[str, Any]:
+    def message(self) -> dict[str, Any]:
+        """The response as far as it has come."""
         body, cached = self._body, sum(self._num_cached)
-        status, details, error = "in_progress", None, None
-        if self.failure is not None:
+        status, details, error = "queued" if body.background and not self._begun else "in_progress", None, None
+        if self._is_cancelled:
+            status = "cancelled"
+        elif self.failure is not None:
             status, error = "failed", {"code": "server_error", "message": self.failure.message}
         elif self.reason is not None:
             is_cut = self.reason == "length"
@@ -414,7 +439,7 @@ class ResponsesAnswer(ItemsAnswer):
         }
         sampling, asked = self._sampling, body.reasoning or {}
         return {  # every field that openresponses.org requires of a response
-            "background": False,
+            "background": bool(body.background),
             "frequency_penalty": sampling.frequency_penalty,
             "max_tool_calls": None,
             "presence_penalty": sampling.presence_penalty,
@@ -449,10 +474,15 @@ class ResponsesAnswer(ItemsAnswer):
         }
 
     def _ended(self) -> dict[str, Any]:
-        message = self._message()
-        if self.reason is not None and self.failure is None and self._body.store is not False:
-            self._store.put(self._conversation(), message)
-        return message
+        is_whole = self.reason is not None and self.failure is None
+        if is_whole and self._body.store is not False and not self._body.background:
+            self.keep()
+        return self.message()
+
+    def keep(self, record: EventRecord | None = None) -> None:
+        """Puts the response into the store. record: of its events."""
+        is_whole = self.reason is not None and self.failure is None
+        self._store.put(self._conversation() if is_whole else None, self.message(), record)
 
     def _num_reasoning_tokens(self) -> int:
         """Tokens of the reasoning's text; those around it count as the answer's."""

@@ -14,6 +14,7 @@ from jpaged.api.errors import InvalidPromptError, JPagedError
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.admission import Admission, client_of
 from jpaged.serving.dialects import messages, responses
+from jpaged.serving.dialects.background import BackgroundResponses, RecordedStream
 from jpaged.serving.dialects.messages import MessagesAnswer, MessagesRequest
 from jpaged.serving.dialects.response_store import ResponseStore
 from jpaged.serving.dialects.responses import ResponsesAnswer, ResponsesRequest
@@ -28,10 +29,15 @@ from jpaged.serving.streams import JobStream, all_outputs
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
+_DIGITS = 12
+"""Of an event's number, more than any answer has."""
 
-def dialect_routes(engine: AsyncLLMEngine, options: AppOptions, admission: Admission) -> list[Route]:
-    """/v1/messages, /v1/messages/count_tokens, /v1/responses, and what is done with a response that is kept."""
-    server = _Handlers(engine, options, admission)
+
+def dialect_routes(
+    engine: AsyncLLMEngine, options: AppOptions, admission: Admission, background: BackgroundResponses
+) -> list[Route]:
+    """/v1/messages, /v1/messages/count_tokens, /v1/responses, and what is done with a response that runs or is kept."""
+    server = _Handlers(engine, options, admission, background)
     return [
         Route("/v1/messages", guarded(server.messages, messages.error_body), methods=["POST"]),
         Route("/v1/messages/count_tokens", guarded(server.count_tokens, messages.error_body), methods=["POST"]),
@@ -43,7 +49,10 @@ def dialect_routes(engine: AsyncLLMEngine, options: AppOptions, admission: Admis
 
 
 class _Handlers:
-    def __init__(self, engine: AsyncLLMEngine, options: AppOptions, admission: Admission) -> None:
+    def __init__(
+        self, engine: AsyncLLMEngine, options: AppOptions, admission: Admission, background: BackgroundResponses
+    ) -> None:
+        self._background = background
         self._engine = engine
         self._options = options
         self._jobs = JobMaker(engine, options, admission)
@@ -73,6 +82,14 @@ class _Handlers:
         if name == "input" or body.previous_response_id is not None:
             said = "input: an item_reference" if name == "input" else name
             self._check_store(said, name, " Send the whole conversation as input.")
+        if body.background:
+            self._check_store("background", "background")
+        if body.previous_response_id is not None and self._background.get(body.previous_response_id) is not None:
+            raise ApiError(
+                400,
+                f"previous_response_id: {body.previous_response_id!r} has not ended; wait until it has.",
+                param="previous_response_id",
+            )
 
         def make_answer(chat: ChatCompletionRequest, context: Any) -> ResponsesAnswer:
             return ResponsesAnswer(chat, context, body, self._store)
@@ -82,23 +99,47 @@ class _Handlers:
 
     async def kept_response(self, request: Request) -> Response:
         self._check_store("response_id", "response_id")
-        if request.query_params.get("stream", "false") != "false" or "starting_after" in request.query_params:
-            raise ApiError(400, "stream is not supported for a response that has ended; leave it out.", param="stream")
-        return json_response(self._store.response(request.path_params["id"]))
+        response_id = request.path_params["id"]
+        run = self._background.get(response_id)
+        after = request.query_params.get("starting_after")
+        if request.query_params.get("stream", "false").lower() != "true":
+            if after is not None:
+                raise ApiError(400, "starting_after needs stream=true.", param="starting_after")
+            return json_response(self._store.response(response_id) if run is None else run.answer.message())
+        record = self._store.record(response_id) if run is None else run.record
+        if record is None:
+            raise ApiError(
+                400,
+                "stream needs a response whose request had background: true and stream: true; leave it out.",
+                param="stream",
+            )
+        if after is not None and not (after.isascii() and after.isdecimal() and len(after) <= _DIGITS):
+            raise ApiError(400, "starting_after must be the sequence_number of an event.", param="starting_after")
+        return RecordedStream(record, 0 if after is None else int(after) + 1)
 
     async def delete_response(self, request: Request) -> Response:
         self._check_store("response_id", "response_id")
-        self._store.remove(request.path_params["id"])
-        return json_response({"id": request.path_params["id"], "object": "response", "deleted": True})
+        response_id = request.path_params["id"]
+        run = self._background.get(response_id)
+        if run is not None:
+            await run.cancel()
+        self._store.remove(response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel_response(self, request: Request) -> Response:
         self._check_store("response_id", "response_id")
-        self._store.response(request.path_params["id"])
-        raise ApiError(
-            400,
-            "Cannot cancel a synchronous response; close the connection of its request instead, while it runs.",
-            param="response_id",
-        )
+        response_id = request.path_params["id"]
+        run = self._background.get(response_id)
+        if run is not None:
+            await run.cancel()
+        response = self._store.response(response_id)
+        if not response["background"]:
+            raise ApiError(
+                400,
+                "Cannot cancel a synchronous response; close the connection of its request instead, while it runs.",
+                param="response_id",
+            )
+        return json_response(response)
 
     def _check_store(self, said: str, param: str, instead: str = "") -> None:
         """Raises ApiError if another API process may have the response."""
@@ -126,6 +167,9 @@ class _Handlers:
             job = await self._jobs.chat(chat, client, make_answer, ends_whole=True)
             if self._engine.observers:
                 job = replace(job, trace_headers=trace_headers(request))
+            if isinstance(body, ResponsesRequest) and body.background:
+                run = self._background.start(job, records=bool(body.stream))
+                return json_response(run.answer.message()) if run.record is None else RecordedStream(run.record)
             if job.streams:
                 return JobStream(self._engine, job)
             with contextlib.closing(job.ticket):

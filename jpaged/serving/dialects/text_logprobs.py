@@ -32,12 +32,10 @@ class TextTokens(Generic[_T]):
         self._waiting += tokens
         while text and self._waiting:
             own, what = self._waiting.popleft()
-            end: int | None
-            if own.startswith(text) and own != text:  # the rest comes later
+            is_longer = own.startswith(text) and own != text
+            if is_longer:  # the rest comes later
                 self._waiting.appendleft((own[len(text) :], None))
-                end = len(text)
-            else:
-                end = _end_of(own, text)
+            end = len(text) if is_longer else _end_of(own, text)
             if what is not None and end is not None:
                 self._placed.append((self._length, self._length + end, what))
             self._length += end or 0
