@@ -154,23 +154,26 @@ class Turn:
 @dataclass(frozen=True)
 class Reading:
     """How the answer to a chat is read. reasons: where its prompt leaves it. shows_reasoning: or leaves it
-    out. continues: it goes on from the last message."""
+    out. continues: it goes on from the last message. apart: or reasoning is content, with its marks."""
 
     turn: Turn
     reasons: Reasons
     shows_reasoning: bool = True
     continues: bool = False
+    apart: bool = True
 
     def parser(self) -> TurnParser:
         """What reads one choice."""
         turn = self.turn
+        if not self.apart:
+            return TurnParser(turn.tool_format, turn.tools, continues=self.continues)
         required = turn.calls == "required"
         return TurnParser(turn.tool_format, turn.tools, turn.reasoning, self.reasons, required, self.continues)
 
     def prefix(self, said: str) -> tuple[str, str]:
         """Reasoning and content of the message that the answer continues. Reasoning that is left out is empty."""
         form = self.turn.reasoning
-        if form is None or form.channels:
+        if form is None or form.channels or not self.apart:
             return "", said
         news = TurnParser(reasoning=form, reasons="free", continues=True).feed(said, final=True)
         return news.reasoning if self.shows_reasoning else "", news.content
@@ -183,8 +186,17 @@ class Reading:
 
 def reading_of(turn: Turn, request: ChatCompletionRequest, prompt: str) -> Reading:
     """How the answer to a request's turn is read. prompt: its text. Raises ApiError as `Turn.reasons`."""
-    continues = bool(request.continue_final_message)
-    return Reading(turn, turn.reasons(prompt, continues), request.include_reasoning is not False, continues)
+    continues, apart = bool(request.continue_final_message), request.separate_reasoning is not False
+    form = turn.reasoning
+    is_bare = form is None or (not form.channels and turn.calls == "auto" and request.include_reasoning is not False)
+    if not apart and not is_bare:
+        raise ApiError(
+            400,
+            "separate_reasoning: false needs a model whose reasoning stands in its text, a tool_choice that forces no"
+            " call, and include_reasoning; leave it out.",
+            param="separate_reasoning",
+        )
+    return Reading(turn, turn.reasons(prompt, continues), request.include_reasoning is not False, continues, apart)
 
 
 def turn_of(
@@ -199,7 +211,7 @@ def turn_of(
         ApiError, InvalidPromptError: tools, or calls in messages, that are malformed; fields that contradict each other
             or have no effect.
     """
-    given = request.tools or []
+    given = [{"type": "function"} | tool for tool in request.tools or []]
     tools = _tools(given)
     template = _template(request, tokenizer, given)
     messages = [_message(f"messages[{i}]", message) for i, message in enumerate(request.messages or [])]
@@ -277,12 +289,14 @@ def _tools(given: Sequence[Any]) -> tuple[Tool, ...]:
     tools: dict[str, Tool] = {}
     for i, one in enumerate(given):
         where = f"tools[{i}]"
-        kind = one.get("type") if isinstance(one, Mapping) else None
+        kind = one["type"]
         if kind != "function":
             raise _bad_tool(f'{where}.type must be "function", got {str(kind)[:80]!r}; other tools are not supported.')
         function = one.get("function")
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(name, str) or not _NAME.fullmatch(name):
+        if not isinstance(function, Mapping):
+            raise _bad_tool(f'{where}.function must be {{"name": ..., "description": ..., "parameters": ...}}.')
+        name = function.get("name")
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise _bad_tool(
                 f"{where}.function.name must have 1 to 128 letters, digits and _ . : / -, got {str(name)[:80]!r}."
             )
@@ -383,7 +397,7 @@ def _allowed(given: Any, tools: Sequence[Tool]) -> tuple[str, tuple[Tool, ...]]:
 
 def _effort(request: ChatCompletionRequest, template: str) -> dict[str, Any]:
     """Variables of the template that say how much the model shall reason."""
-    effort = request.reasoning_effort
+    effort = request.reasoning_effort if request.reasoning is None else _asked_effort(request.reasoning)
     if effort is None:
         return {}
     known = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -403,6 +417,19 @@ def _effort(request: ChatCompletionRequest, template: str) -> dict[str, Any]:
             param="reasoning_effort",
         )
     return variables
+
+
+def _asked_effort(reasoning: Mapping[str, Any]) -> Any:
+    """The effort that `reasoning` asks for, as SGLang and others take it: its own, or whether there is any."""
+    effort, enabled = reasoning.get("effort"), reasoning.get("enabled")
+    if reasoning.keys() - {"effort", "enabled"} or enabled not in (None, True, False):
+        raise ApiError(
+            400,
+            f'reasoning must be {{"effort": ...}} or {{"enabled": true or false}}, got {str(dict(reasoning))[:80]}.'
+            " thinking_token_budget bounds it, and include_reasoning leaves it out.",
+            param="reasoning",
+        )
+    return ("none" if enabled is False else "medium") if effort is None and enabled is not None else effort
 
 
 def _budget(request: ChatCompletionRequest) -> int | None:

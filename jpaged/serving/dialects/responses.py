@@ -286,6 +286,7 @@ class ResponsesAnswer(ItemsAnswer):
         self._sampling = context.sampling or SamplingParams()
         self._sequence_number = 0
         self._is_cancelled = False
+        self._completed_at = 0
         self._tokens: TextTokens[dict[str, Any]] = TextTokens()
         self._logprobs: list[dict[str, Any]] = []  # of the tokens of new text
 
@@ -314,6 +315,8 @@ class ResponsesAnswer(ItemsAnswer):
         return self._named("error", code=error.code, message=error.message, param=error.param)
 
     def _take(self, completion: CompletionOutput) -> bytes:
+        if completion.finish_reason is not None:
+            self._completed_at = int(time.time())  # noqa: TID251  # a date
         if completion.logprobs is None:
             return super()._take(completion)
         said = zip(completion.token_ids, completion.logprobs, strict=True)
@@ -451,7 +454,7 @@ class ResponsesAnswer(ItemsAnswer):
             "id": self.response_id,
             "object": "response",
             "created_at": self._created,
-            "completed_at": int(time.time()) if status == "completed" else None,  # noqa: TID251  # a date
+            "completed_at": self._completed_at if status == "completed" else None,
             "status": status,
             "error": error,
             "incomplete_details": details,
@@ -476,13 +479,14 @@ class ResponsesAnswer(ItemsAnswer):
     def _ended(self) -> dict[str, Any]:
         is_whole = self.reason is not None and self.failure is None
         if is_whole and self._body.store is not False and not self._body.background:
-            self.keep()
+            return self.keep()
         return self.message()
 
-    def keep(self, record: EventRecord | None = None) -> None:
-        """Puts the response into the store. record: of its events."""
-        is_whole = self.reason is not None and self.failure is None
-        self._store.put(self._conversation() if is_whole else None, self.message(), record)
+    def keep(self, record: EventRecord | None = None) -> dict[str, Any]:
+        """Puts the response into the store, and returns it. record: of its events."""
+        is_whole, message = self.reason is not None and self.failure is None, self.message()
+        self._store.put(self._conversation() if is_whole else None, message, record)
+        return message
 
     def _num_reasoning_tokens(self) -> int:
         """Tokens of the reasoning's text; those around it count as the answer's."""
