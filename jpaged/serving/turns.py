@@ -243,6 +243,8 @@ def turn_of(
             said = message.get("reasoning_content") or message.pop("reasoning", None)
             if said is not None:
                 message[reasoning.history_key] = said
+                if reasoning.plan_key and reasoning.plan_key in template and "tool_calls" in message:
+                    message.setdefault(reasoning.plan_key, said)
     elif budget is not None:
         raise ApiError(
             400,

@@ -151,3 +151,21 @@ def test_an_echo_of_token_ids_leaves_special_tokens_out_as_the_answer_does(skips
     answer = CompletionAnswer(request, AnswerContext("id", "m", [ProcessedInput(None, ids, ())], MODEL))
     (choice,) = json.loads(answer.whole([output(" so")]))["choices"]
     assert choice["text"] == echoed + "hi so"
+
+
+COHERE = (
+    "{% for m in messages %}{% if m.tool_calls %}<|START_THINKING|>{{ m.tool_plan }}<|END_THINKING|>"
+    "<|START_ACTION|>{{ m.tool_calls | tojson }}<|END_ACTION|>"
+    "{% else %}{{ m.reasoning_content }}<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>{% endif %}{% endfor %}"
+)
+
+
+def test_reasoning_in_front_of_calls_stands_where_coheres_template_looks_for_it():
+    said = {"role": "assistant", "content": "", "reasoning_content": "why"}
+    call = {"id": "0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [said | {"tool_calls": [call]}, said, said | {"tool_calls": [call], "tool_plan": "the client's"}]
+    turn = turn_of(ChatCompletionRequest(messages=messages, chat_template=COHERE), MODEL)
+    assert [message.get("tool_plan") for message in turn.messages] == ["why", None, "the client's"]
+    plain = COHERE.replace("tool_plan", "reasoning_content")
+    turn = turn_of(ChatCompletionRequest(messages=messages[:2], chat_template=plain), MODEL)
+    assert [message.get("tool_plan") for message in turn.messages] == [None, None]
