@@ -35,6 +35,7 @@ _POSTS: dict[str, tuple[str, Any, Any]] = {
     "/v1/messages": ("Answer a conversation, as Anthropic's API does.", MessagesRequest, dict[str, Any]),
     "/v1/messages/count_tokens": ("The tokens of such a conversation.", MessagesRequest, dict[str, int]),
     "/v1/responses": ("Answer a conversation, as OpenAI's Responses API does.", ResponsesRequest, dict[str, Any]),
+    "/v1/responses/input_tokens": ("The tokens of such a request.", ResponsesRequest, dict[str, Any]),
     "/v1/embeddings": ("Turn prompts into vectors.", EmbeddingRequest, EmbeddingResponse),
     "/v1/score": ("The similarity of texts.", ScoreRequest, ScoreResponse),
     "/v1/rerank": ("Documents in the order of their similarity to a query.", RerankRequest, RerankResponse),

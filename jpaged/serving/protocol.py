@@ -235,6 +235,7 @@ _ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
 }
 
 _INSTEAD = {
+    "instruct": "instruction",
     "no_stop_trim": "include_stop_str_in_output",
     "return_prompt_token_ids": "return_token_ids",
     "stop_regex": "stop, or a constraint on the text",

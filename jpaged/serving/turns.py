@@ -217,13 +217,18 @@ def turn_of(
     messages = [_message(f"messages[{i}]", message) for i, message in enumerate(request.messages or [])]
     if "developer" not in template:  # it would be lost, or refused
         messages = [m | {"role": "system"} if m.get("role") == "developer" else m for m in messages]
+    reasoning = None
+    if reasoning_parser is not None:
+        reasoning = next((form for form in REASONING_FORMATS if form.name == reasoning_parser), None)
+    else:
+        reasoning = format_of(template, REASONING_FORMATS)
     choice: str | Tool = "auto"
     callable_tools = tools
     variables: dict[str, Any] = {}
     budget, parallel = None, True
     if isinstance(request, ChatCompletionRequest):
         choice, callable_tools = _choice(request, tools)
-        variables = _effort(request, template)
+        variables = _effort(request, template, reasons=reasoning is not None)
         if request.documents:
             if not takes_variable(template, "documents"):
                 raise ApiError(
@@ -233,11 +238,6 @@ def turn_of(
                 )
             variables["documents"] = request.documents
         budget, parallel = _budget(request), request.parallel_tool_calls is not False
-    reasoning = None
-    if reasoning_parser is not None:
-        reasoning = next((form for form in REASONING_FORMATS if form.name == reasoning_parser), None)
-    else:
-        reasoning = format_of(template, REASONING_FORMATS)
     if reasoning is not None:
         for message in messages:
             said = message.get("reasoning_content") or message.pop("reasoning", None)
@@ -397,8 +397,8 @@ def _allowed(given: Any, tools: Sequence[Tool]) -> tuple[str, tuple[Tool, ...]]:
     return mode, tuple(allowed.values())
 
 
-def _effort(request: ChatCompletionRequest, template: str) -> dict[str, Any]:
-    """Variables of the template that say how much the model shall reason."""
+def _effort(request: ChatCompletionRequest, template: str, *, reasons: bool) -> dict[str, Any]:
+    """Variables of the template that say how much the model shall reason. reasons: whether it does at all."""
     effort = request.reasoning_effort if request.reasoning is None else _asked_effort(request.reasoning)
     if effort is None:
         return {}
@@ -412,7 +412,8 @@ def _effort(request: ChatCompletionRequest, template: str) -> dict[str, Any]:
     variables: dict[str, Any] = {name: effort != "none" for name in _SWITCHES if name in template}
     if "reasoning_effort" in template:
         variables["reasoning_effort"] = effort
-    if not variables and effort != "medium":  # which clients send unasked, as it is the API's default
+    asks_for_nothing = effort == "medium" or (effort == "none" and not reasons)  # medium is the API's default
+    if not variables and not asks_for_nothing:
         raise ApiError(
             400,
             "reasoning_effort has no effect: the model's chat template has no such variable. Leave it out.",

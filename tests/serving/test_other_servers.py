@@ -169,3 +169,43 @@ def test_reasoning_in_front_of_calls_stands_where_coheres_template_looks_for_it(
     plain = COHERE.replace("tool_plan", "reasoning_content")
     turn = turn_of(ChatCompletionRequest(messages=messages[:2], chat_template=plain), MODEL)
     assert [message.get("tool_plan") for message in turn.messages] == [None, None]
+
+
+def test_no_effort_is_what_a_model_without_reasoning_makes():
+    assert turn_of(chat(reasoning_effort="none", chat_template="{{ messages }}"), MODEL).variables == {}
+    for effort, template in (("low", "{{ messages }}"), ("none", THINKS)):
+        with pytest.raises(ApiError, match="reasoning_effort has no effect"):
+            turn_of(chat(reasoning_effort=effort, chat_template=template), MODEL)
+
+
+def test_responses_take_vllms_constraints_and_count_their_tokens(thinking_server):
+    body = {"input": "A fox", "instructions": "Be brief.", "temperature": 0}
+    asked = body | {"structured_outputs": {"choice": ["yes", "no"]}, "reasoning": {"effort": "none"}}
+    answer = thinking_server.client.post("/v1/responses", json=asked).json()
+    assert answer["output"][-1]["content"][0]["text"] in ("yes", "no")
+    body["chat_template_kwargs"] = {"enable_thinking": False}
+    counted = thinking_server.client.post("/v1/responses/input_tokens", json=body).json()
+    assert counted == {"object": "response.input_tokens", "input_tokens": answer["usage"]["input_tokens"]}
+    for name, value in (("enable_response_messages", True), ("vllm_xargs", {"a": 1})):
+        error = thinking_server.client.post("/v1/responses", json=body | {name: value}).json()["error"]
+        assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+    unknown = body | {"previous_response_id": "resp_unknown"}
+    assert thinking_server.client.post("/v1/responses/input_tokens", json=unknown).status_code == 404
+
+
+BAD_TOOLS = [
+    ("/v1/chat/completions", {"messages": MESSAGES}, {"function": {"name": "a b"}}, "tools[0].function.name must"),
+    ("/v1/responses", {"input": "a"}, {"type": "function", "name": "a b"}, "tools[0].name must"),
+    ("/v1/messages", {"messages": MESSAGES, "max_tokens": 1}, {"name": "a b"}, "tools[0].name must"),
+    (
+        *("/v1/messages", {"messages": MESSAGES, "max_tokens": 1}),
+        *({"name": "a", "input_schema": {"type": "string"}}, "tools[0].input_schema must"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "tool", "said"), BAD_TOOLS)
+def test_a_bad_tool_is_named_as_the_dialect_has_it(thinking_server, path, body, tool, said):
+    answer = thinking_server.client.post(path, json=body | {"tools": [tool]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(said)

@@ -31,14 +31,19 @@ class Item:
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
 
+_OF_FUNCTION = re.compile(r"^(tools\[\d+\]\.)function\.(\w+)")
+
+
 def named_event(body: dict[str, Any]) -> bytes:
     """A server-sent event that is named by its type."""
     return b"event: %b\ndata: %b\n\n" % (body["type"].encode(), msgspec.json.encode(body))
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """An error in the words of a dialect. names: of its fields, by those of the chat that it stands for."""
-    message = error.message
+    """An error in the words of a dialect, whose tools are functions themselves. names: of its fields, by those of the
+    chat that it stands for."""
+    message = _OF_FUNCTION.sub(lambda found: found[1] + names.get(found[2], found[2]), error.message)
+    error = ApiError(error.status, message, param=error.param, code=error.code, kind=error.kind, headers=error.headers)
     first: str = re.split(r"[^a-z_]", message, maxsplit=1)[0]
     field = error.param if error.param is not None and error.param in names else first
     if field not in names:

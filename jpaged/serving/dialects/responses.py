@@ -36,7 +36,9 @@ _NAMES = {
 
 _OF_CHATS = (
     *("top_k", "min_p", "repetition_penalty", "seed", "stop", "logit_bias", "ignore_eos"),
-    *("chat_template_kwargs", "priority", "cache_salt"),
+    *("chat_template_kwargs", "priority", "cache_salt", "structured_outputs", "thinking_token_budget"),
+    *("min_tokens", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "allowed_token_ids"),
+    *("bad_words", "vllm_xargs", "mm_processor_kwargs"),
 )
 """Fields that are called as in a chat and mean the same; OpenAI has them not."""
 
@@ -94,6 +96,17 @@ class ResponsesRequest(Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    thinking_token_budget: Integer | None = None
+    min_tokens: Integer | None = None
+    stop_token_ids: list[Integer] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: list[Integer] | None = None
+    bad_words: list[str] | None = None
+    vllm_xargs: Unsupported = None
+    mm_processor_kwargs: Unsupported = None
+    enable_response_messages: Unsupported = None
 
     conversation: Unsupported = None
     prompt: Unsupported = None
@@ -106,7 +119,7 @@ def chat_of(body: ResponsesRequest, store: ResponseStore) -> ChatCompletionReque
     Raises:
         ApiError: it is malformed, or asks for what is not supported.
     """
-    for name in ("conversation", "prompt", "max_tool_calls"):
+    for name in ("conversation", "prompt", "max_tool_calls", "enable_response_messages"):
         if getattr(body, name):
             raise ApiError(400, f"{name} is not supported; leave it out.", param=name, code="unsupported_parameter")
     for value in body.include or ():

@@ -42,6 +42,7 @@ def dialect_routes(
         Route("/v1/messages", guarded(server.messages, messages.error_body), methods=["POST"]),
         Route("/v1/messages/count_tokens", guarded(server.count_tokens, messages.error_body), methods=["POST"]),
         Route("/v1/responses", guarded(server.responses, responses.error_body), methods=["POST"]),
+        Route("/v1/responses/input_tokens", guarded(server.count_input_tokens, responses.error_body), methods=["POST"]),
         Route("/v1/responses/{id}", guarded(server.kept_response), methods=["GET"]),
         Route("/v1/responses/{id}", guarded(server.delete_response), methods=["DELETE"]),
         Route("/v1/responses/{id}/cancel", guarded(server.cancel_response), methods=["POST"]),
@@ -75,27 +76,42 @@ class _Handlers:
             raise api_error(error, (), "messages") from error
         return json_response({"input_tokens": len(tokens)})
 
+    async def count_input_tokens(self, request: Request) -> Response:
+        body = await self._decode(request, self._responses)
+        self._jobs.check_model(body.model)
+        self._check_references(body)
+        try:
+            chat = await self._engine.in_thread(lambda: responses.chat_of(body, self._store))
+            _, tokens, _ = await self._jobs.chat_prompt(chat)
+        except InvalidPromptError as error:
+            raise api_error(error, (), "input") from error
+        return json_response({"object": "response.input_tokens", "input_tokens": len(tokens)})
+
     async def responses(self, request: Request) -> Response:
         body = await self._decode(request, self._responses)
-        items = [] if isinstance(body.input, str) else body.input
-        name = "input" if any(map(responses.refers, items)) else "previous_response_id"
-        if name == "input" or body.previous_response_id is not None:
-            said = "input: an item_reference" if name == "input" else name
-            self._check_store(said, name, " Send the whole conversation as input.")
+        self._check_references(body)
         if body.background:
             self._check_store("background", "background")
-        if body.previous_response_id is not None and self._background.get(body.previous_response_id) is not None:
-            raise ApiError(
-                400,
-                f"previous_response_id: {body.previous_response_id!r} has not ended; wait until it has.",
-                param="previous_response_id",
-            )
 
         def make_answer(chat: ChatCompletionRequest, context: Any) -> ResponsesAnswer:
             return ResponsesAnswer(chat, context, body, self._store)
 
         chat = await self._engine.in_thread(lambda: responses.chat_of(body, self._store))
         return await self._answer(request, body, chat, "input", make_answer)
+
+    def _check_references(self, body: ResponsesRequest) -> None:
+        """Raises ApiError if what a request refers to may be unknown here, or has not ended."""
+        items = [] if isinstance(body.input, str) else body.input
+        name = "input" if any(map(responses.refers, items)) else "previous_response_id"
+        if name == "input" or body.previous_response_id is not None:
+            said = "input: an item_reference" if name == "input" else name
+            self._check_store(said, name, " Send the whole conversation as input.")
+        if body.previous_response_id is not None and self._background.get(body.previous_response_id) is not None:
+            raise ApiError(
+                400,
+                f"previous_response_id: {body.previous_response_id!r} has not ended; wait until it has.",
+                param="previous_response_id",
+            )
 
     async def kept_response(self, request: Request) -> Response:
         self._check_store("response_id", "response_id")
