@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import time
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from jpaged.serving.dialects.event_record import EventRecord
 from jpaged.serving.dialects.response_store import ResponseStore
 from jpaged.serving.dialects.responses import ResponsesRequest
 from jpaged.serving.errors import ApiError
-from tests.serving.server_process import KEY
+from tests.serving.server_process import KEY, Server
 
 pytestmark = pytest.mark.xdist_group("tools server")
 
@@ -177,3 +178,14 @@ def test_so_many_run_in_the_background_and_no_more(monkeypatch):
         BackgroundResponses(SimpleNamespace()).start(job, records=False)
     assert caught.value.status == 503
     assert closed == [True]
+
+
+def test_the_end_of_the_server_waits_for_no_response_in_the_background(tmp_path):
+    server = Server(tmp_path / "log", "--shutdown-timeout", "600")
+    try:
+        body = {"input": STORY, "background": True, "ignore_eos": True}
+        assert server.client.post("/v1/responses", json=body).json()["status"] == "queued"
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(120) == 0, server.log.read_text()
+    finally:
+        server.close()
