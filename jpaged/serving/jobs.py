@@ -158,7 +158,8 @@ class JobMaker:
         assert tokenizer is not None
 
         def applied() -> tuple[Constraint | None, SamplingParams | BeamSearchParams]:
-            constraint = turn.constraint(body, reading.reasons, tokenizer)
+            with in_words_of(body):
+                constraint = turn.constraint(body, reading.reasons, tokenizer)
             with in_words_of(body, constraint):
                 return constraint, turn.applied(params, constraint, tokenizer)
 

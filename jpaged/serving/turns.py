@@ -124,6 +124,12 @@ class Turn:
         content = None
         if given is not None and self.calls == "auto":
             params = StructuredOutputsParams(**given.params)
+            has_channels = self.reasoning is not None and bool(self.reasoning.channels)
+            if params.kind == "structural_tag" and (self.tool_format is not None or has_channels):
+                raise InvalidParameterError(
+                    "structured_outputs.structural_tag is not supported beside tools, nor where the answer stands in a"
+                    " channel; leave it out."
+                )
             content = grammar_expression(params)
         rules = TurnRules(
             tools=self.tools,

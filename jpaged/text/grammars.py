@@ -126,7 +126,7 @@ def grammar_expression(params: StructuredOutputsParams) -> str:
     """A constraint as an expression within a grammar in Lark, for a part of a text.
 
     Raises:
-        InvalidParameterError: a GBNF grammar that is malformed, or a structural tag.
+        InvalidParameterError: a structural tag or a GBNF grammar that is malformed.
     """
     kind = params.kind
     if kind in ("json", "json_object"):
@@ -139,9 +139,7 @@ def grammar_expression(params: StructuredOutputsParams) -> str:
     if kind == "choice":
         return f"({' | '.join(map(json.dumps, params.choice or ()))})"
     if kind == "structural_tag":
-        raise InvalidParameterError(
-            "structured_outputs.structural_tag is not supported beside tools or reasoning; leave one of them out."
-        )
+        return f"%lark {{\n{tags_as_lark(str(params.structural_tag), grammar_expression)}\n}}"
     return f"%lark {{\n{_as_lark(str(params.grammar))}\n}}"
 
 

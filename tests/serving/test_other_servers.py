@@ -209,3 +209,20 @@ def test_a_bad_tool_is_named_as_the_dialect_has_it(thinking_server, path, body, 
     answer = thinking_server.client.post(path, json=body | {"tools": [tool]})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith(said)
+
+
+TAG = {"type": "structural_tag", "format": {"type": "sequence", "elements": [{"type": "regex", "pattern": "[ab]{3}"}]}}
+
+
+def test_a_structural_tag_holds_behind_the_reasoning_and_not_beside_tools(thinking_server):
+    asked = {"response_format": TAG, "thinking_token_budget": 4, "max_tokens": 60}
+    answer = ask(thinking_server, **asked, chat_template_kwargs={"enable_thinking": True}).json()
+    message = answer["choices"][0]["message"]
+    assert message["reasoning_content"]
+    assert re.fullmatch("[ab]{3}", message["content"])
+    for field in ({"response_format": TAG}, {"structured_outputs": {"structural_tag": TAG}}):
+        error = ask(thinking_server, **field, tools=[TOOL]).json()["error"]
+        (name,) = field
+        assert error["param"] == name
+        assert error["message"].startswith(name)
+        assert "is not supported beside tools" in error["message"]
