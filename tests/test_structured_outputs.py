@@ -299,7 +299,7 @@ BAD = [
     ({"choice": "abc"}, "list of strings"),
     ({"grammar": "start: missing"}, "missing"),
     ({"grammar": 'root ::= "a" b'}, "b"),
-    ({"structural_tag": {"type": "structural_tag", "format": {}}}, "structures"),
+    ({"structural_tag": {"type": "structural_tag", "format": {}}}, "format.type"),
     ({"json": {}, "regex": "a"}, "json and regex"),
     ({}, "none is given"),
     ({"json_object": 1}, "True or False"),

@@ -179,6 +179,7 @@ class CompletionAnswer(Answer):
         self._echo = bool(request.echo)
         self._logprobs = request.logprobs
         self._echo_only = self._echo and request.max_tokens == 0
+        self._skips_special = request.skip_special_tokens is not False
         self._offsets: dict[int, int] = {}
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
@@ -231,7 +232,9 @@ class CompletionAnswer(Answer):
         given = self._prompts[prompt]
         if given.prompt is not None:
             return given.prompt
-        return "" if self._tokenizer is None else self._tokenizer.decode(given.prompt_token_ids)
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(given.prompt_token_ids, skip_special_tokens=self._skips_special)
 
     def _logprobs_of(
         self, index: int, output: RequestOutput, completion: CompletionOutput, echoes: bool
@@ -327,6 +330,8 @@ class ChatAnswer(Answer):
             delta, finish_reason, says = self._news(self._reading, completion)
         if not (says or finish_reason or logprobs or (self._token_ids and completion.token_ids)):
             return b""
+        if not (says or finish_reason):  # clients look for text in each chunk before the last
+            delta.content = ""
         choice = ChatChunkChoice(completion.index, delta, logprobs, finish_reason, completion.stop_reason)
         if self._token_ids:
             choice.token_ids = completion.token_ids

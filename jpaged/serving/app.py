@@ -24,6 +24,7 @@ from jpaged.processes.traces import Traces
 from jpaged.serving.admission import Admission, ClientCounts
 from jpaged.serving.browsers import Hosts, Origins
 from jpaged.serving.dialects import messages
+from jpaged.serving.dialects.background import BackgroundResponses
 from jpaged.serving.dialects.routes import dialect_routes
 from jpaged.serving.embedding_routes import embedding_routes
 from jpaged.serving.errors import ApiError
@@ -38,7 +39,8 @@ from jpaged.serving.page import page_routes
 
 def build_app(engine: AsyncLLMEngine, options: AppOptions, clients: ClientCounts | None = None) -> Starlette:
     """The ASGI application that serves an engine, which gets the observers and the chat template that the options ask
-    for. `app.state.live.close()` ends the streams that never end.
+    for. `app.state.live.close()` ends the streams that never end, and `await app.state.background.close()` the
+    responses that run in the background.
 
     clients: counts that several applications share.
 
@@ -55,7 +57,8 @@ def build_app(engine: AsyncLLMEngine, options: AppOptions, clients: ClientCounts
         engine.observers.append(RequestLog(options.log_prompts, engine.tokenizer))
     admission = Admission(engine, options.limits, clients)
     live = LiveView(engine, options.limits.max_watchers)
-    routes = [*openai_routes(engine, options, admission), *dialect_routes(engine, options, admission)]
+    background = BackgroundResponses(engine)
+    routes = [*openai_routes(engine, options, admission), *dialect_routes(engine, options, admission, background)]
     routes += embedding_routes(engine, options, admission)
     routes += [*operational_routes(engine, options, live), *page_routes()]
     middleware = [Middleware(RequestIds), Middleware(RootPath), Middleware(LastWords, error_body=_error_body)]
@@ -76,6 +79,7 @@ def build_app(engine: AsyncLLMEngine, options: AppOptions, clients: ClientCounts
         middleware.append(Middleware(ApiKeys, keys=options.api_keys, error_body=_error_body))
     app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_error})
     app.state.live = live
+    app.state.background = background
     return app
 
 

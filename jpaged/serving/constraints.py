@@ -3,6 +3,7 @@
 response_format                     OpenAI's: {"type": "text" | "json_object" | "json_schema" | "structural_tag"}
 structured_outputs                  vLLM's, the parameters of `StructuredOutputsParams`
 guided_json, guided_regex, ...      vLLM's older ones
+json_schema, regex, ebnf            SGLang's
 """
 
 from typing import Any, NamedTuple
@@ -10,7 +11,11 @@ from typing import Any, NamedTuple
 from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import GenerationRequest
 
-_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+_KINDS = {
+    **{"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"},
+    **{"json_schema": "json", "regex": "regex", "ebnf": "grammar"},
+}
+"""Fields that are a constraint, and which."""
 
 
 class Constraint(NamedTuple):
@@ -26,7 +31,7 @@ def constraint_of(request: GenerationRequest) -> Constraint | None:
     Raises:
         ApiError: an unknown kind of response_format, or more than one constraint.
     """
-    found = [Constraint(name, {kind: v}) for name, kind in _GUIDED.items() if (v := getattr(request, name)) is not None]
+    found = [Constraint(name, {kind: v}) for name, kind in _KINDS.items() if (v := getattr(request, name)) is not None]
     if request.structured_outputs is not None:
         found.append(Constraint("structured_outputs", request.structured_outputs))
     if request.response_format is not None:

@@ -94,6 +94,7 @@ class RerankRequest(PoolingRequest, kw_only=True):
     top_n: Integer | None = None
     return_documents: bool | None = None
 
+    instruct: Unsupported = None
     rank_fields: Unsupported = None
     max_chunks_per_doc: Unsupported = None
     max_tokens_per_doc: Unsupported = None

@@ -120,10 +120,17 @@ class JobMaker:
                 await asyncio.sleep(0)  # a thousand prompts take a while; others are served meanwhile
             return await self._job(body, params, processed, "prompt", ticket)
 
-    async def chat(self, body: ChatCompletionRequest, client: bytes, make_answer: MakeAnswer = answer_to) -> Job:
+    async def chat(
+        self,
+        body: ChatCompletionRequest,
+        client: bytes,
+        make_answer: MakeAnswer = answer_to,
+        *,
+        ends_whole: bool = False,
+    ) -> Job:
         """The job of a chat. Other arguments and errors as of `completion`.
 
-        make_answer: another dialect's.
+        make_answer: another dialect's. ends_whole: a stream's end repeats all of it, log-probabilities too.
         """
         self._check(body)
         async with self._place(client, 1) as ticket:
@@ -137,7 +144,7 @@ class JobMaker:
             else:
                 reading = reading_of(turn, body, text)
                 params, processed = await self._processed(body, tokens, params, reading)
-            return await self._job(body, params, [processed], "messages", ticket, reading, make_answer)
+            return await self._job(body, params, [processed], "messages", ticket, reading, make_answer, ends_whole)
 
     async def _processed(
         self,
@@ -151,7 +158,8 @@ class JobMaker:
         assert tokenizer is not None
 
         def applied() -> tuple[Constraint | None, SamplingParams | BeamSearchParams]:
-            constraint = turn.constraint(body, reading.reasons, tokenizer)
+            with in_words_of(body):
+                constraint = turn.constraint(body, reading.reasons, tokenizer)
             with in_words_of(body, constraint):
                 return constraint, turn.applied(params, constraint, tokenizer)
 
@@ -278,6 +286,7 @@ class JobMaker:
         ticket: Ticket,
         reading: Reading | None = None,
         make_answer: MakeAnswer = answer_to,
+        ends_whole: bool = False,
     ) -> Job:
         for prompt in prompts:
             self._limits.check_prompt_tokens(prompt.prompt_token_ids, prompt_field)
@@ -285,7 +294,8 @@ class JobMaker:
         num_logprobs = 0
         if isinstance(params, SamplingParams):
             longest = (await self._engine.ready()).limits.max_model_len
-            num_logprobs = self._limits.check_logprobs(prompt_lens, params, longest, streams=bool(body.stream))
+            grows = bool(body.stream) and not ends_whole
+            num_logprobs = self._limits.check_logprobs(prompt_lens, params, longest, streams=grows)
         num_tokens = sum(prompt_lens)
         self._admission.take_tokens(ticket, num_tokens)
         is_chat = isinstance(body, ChatCompletionRequest)

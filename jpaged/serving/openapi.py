@@ -35,6 +35,7 @@ _POSTS: dict[str, tuple[str, Any, Any]] = {
     "/v1/messages": ("Answer a conversation, as Anthropic's API does.", MessagesRequest, dict[str, Any]),
     "/v1/messages/count_tokens": ("The tokens of such a conversation.", MessagesRequest, dict[str, int]),
     "/v1/responses": ("Answer a conversation, as OpenAI's Responses API does.", ResponsesRequest, dict[str, Any]),
+    "/v1/responses/input_tokens": ("The tokens of such a request.", ResponsesRequest, dict[str, Any]),
     "/v1/embeddings": ("Turn prompts into vectors.", EmbeddingRequest, EmbeddingResponse),
     "/v1/score": ("The similarity of texts.", ScoreRequest, ScoreResponse),
     "/v1/rerank": ("Documents in the order of their similarity to a query.", RerankRequest, RerankResponse),
@@ -78,7 +79,7 @@ def openapi() -> dict[str, Any]:
     for path, method, what in (
         ("/v1/responses/{id}", "get", "A response that is kept."),
         ("/v1/responses/{id}", "delete", "Forget a response."),
-        ("/v1/responses/{id}/cancel", "post", "400: responses do not run in the background."),
+        ("/v1/responses/{id}/cancel", "post", "Cancel a response that runs in the background."),
     ):
         answers = {"200": _content(what, {"type": "object"})} | errors
         paths.setdefault(path, {})[method] = {"summary": what, "parameters": response_id, "responses": answers}

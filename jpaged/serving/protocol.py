@@ -130,6 +130,20 @@ class GenerationRequest(Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+
+    # SGLang's
+    regex: str | None = None
+    ebnf: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+    stop_regex: Unsupported = None
+    no_stop_trim: Unsupported = None
+    lora_path: Unsupported = None
+    custom_logit_processor: Unsupported = None
+    custom_params: Unsupported = None
+    return_hidden_states: Unsupported = None
+    return_prompt_token_ids: Unsupported = None
+
+    logprob_token_ids: Unsupported = None
     logits_processors: Unsupported = None
     spaces_between_special_tokens: Unsupported = None
     kv_transfer_params: Unsupported = None
@@ -163,7 +177,9 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    reasoning: dict[str, Any] | None = None
     include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
     thinking_token_budget: Integer | None = None
     service_tier: str | None = None
     documents: list[dict[str, Any]] | None = None
@@ -178,6 +194,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     web_search_options: Unsupported = None
     store: Unsupported = None
     mm_processor_kwargs: Unsupported = None
+    stream_reasoning: Unsupported = None
 
 
 class TokenizeRequest(Struct, kw_only=True):
@@ -213,7 +230,17 @@ _ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "store": (False,),
     "verbosity": ("medium",),
+    "stream_reasoning": (True,),
+    **dict.fromkeys(("no_stop_trim", "return_hidden_states", "return_prompt_token_ids"), (False,)),
 }
+
+_INSTEAD = {
+    "instruct": "instruction",
+    "no_stop_trim": "include_stop_str_in_output",
+    "return_prompt_token_ids": "return_token_ids",
+    "stop_regex": "stop, or a constraint on the text",
+}
+"""What does the same as a field that is not supported."""
 
 
 def refuse_unsupported(request: Struct) -> None:
@@ -222,7 +249,8 @@ def refuse_unsupported(request: Struct) -> None:
         value = getattr(request, name)
         if value is None or value == [] or value == {} or value in _ASKS_FOR_NOTHING.get(name, ()):
             continue
-        raise ApiError(400, f"{name} is not supported; leave it out.", param=name, code="unsupported_parameter")
+        instead = f"use {_INSTEAD[name]}" if name in _INSTEAD else "leave it out"
+        raise ApiError(400, f"{name} is not supported; {instead}.", param=name, code="unsupported_parameter")
 
 
 @cache

@@ -108,6 +108,7 @@ async def run(
             await server.serve(sockets=[sock])
         finally:
             end.cancel()
+            await app.state.background.close()
         if engine.failure is not None:
             raise EngineDeadError(str(engine.failure)) from engine.failure
 

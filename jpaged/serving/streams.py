@@ -25,11 +25,12 @@ from jpaged.serving.http import ClientDisconnected, error_response, reported, un
 from jpaged.serving.jobs import INLINE_LOGPROBS, Job
 from jpaged.serving.live import LiveView
 
-_EVENT_STREAM = (
+EVENT_STREAM = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold events back
 )
+"""Headers of a stream."""
 
 
 class Work(Protocol):
@@ -69,6 +70,16 @@ async def all_outputs(engine: AsyncLLMEngine, job: Work) -> list[RequestOutput]:
     return [last[i] for i in range(len(job.prompts))]
 
 
+async def chunks(engine: AsyncLLMEngine, job: Job) -> AsyncGenerator[bytes, None]:
+    """The events for each output as it comes; some are empty. Closing it aborts the job."""
+    async with contextlib.aclosing(_outputs(engine, job)) as outputs:
+        async for i, output in outputs:
+            if _num_logprobs(output) > INLINE_LOGPROBS:  # as after a client was slow
+                yield await engine.in_thread(partial(job.answer.chunk, i, output))
+            else:
+                yield job.answer.chunk(i, output)
+
+
 class JobStream(Response):
     """An answer as server-sent events. It begins with the first output, so what is refused until then has a status of
     its own; later errors are events.
@@ -85,14 +96,10 @@ class JobStream(Response):
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer, begun = self._job.answer, False
-        start = {"type": "http.response.start", "status": 200, "headers": list(_EVENT_STREAM)}
+        start = {"type": "http.response.start", "status": 200, "headers": list(EVENT_STREAM)}
         try:
-            async with contextlib.aclosing(_outputs(self._engine, self._job)) as outputs:
-                async for i, output in outputs:
-                    if _num_logprobs(output) > INLINE_LOGPROBS:  # as after a client was slow
-                        chunk = await self._engine.in_thread(partial(answer.chunk, i, output))
-                    else:
-                        chunk = answer.chunk(i, output)
+            async with contextlib.aclosing(chunks(self._engine, self._job)) as arriving:
+                async for chunk in arriving:
                     if not begun:
                         begun = True
                         await send(start)
@@ -126,7 +133,7 @@ class LiveStream(Response):
                 async for chunk in events:
                     if not begun:
                         begun = True
-                        await send({"type": "http.response.start", "status": 200, "headers": list(_EVENT_STREAM)})
+                        await send({"type": "http.response.start", "status": 200, "headers": list(EVENT_STREAM)})
                     if scope["method"] == "HEAD":
                         break
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})

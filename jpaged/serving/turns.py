@@ -124,6 +124,12 @@ class Turn:
         content = None
         if given is not None and self.calls == "auto":
             params = StructuredOutputsParams(**given.params)
+            has_channels = self.reasoning is not None and bool(self.reasoning.channels)
+            if params.kind == "structural_tag" and (self.tool_format is not None or has_channels):
+                raise InvalidParameterError(
+                    "structured_outputs.structural_tag is not supported beside tools, nor where the answer stands in a"
+                    " channel; leave it out."
+                )
             content = grammar_expression(params)
         rules = TurnRules(
             tools=self.tools,
@@ -154,23 +160,26 @@ class Turn:
 @dataclass(frozen=True)
 class Reading:
     """How the answer to a chat is read. reasons: where its prompt leaves it. shows_reasoning: or leaves it
-    out. continues: it goes on from the last message."""
+    out. continues: it goes on from the last message. apart: or reasoning is content, with its marks."""
 
     turn: Turn
     reasons: Reasons
     shows_reasoning: bool = True
     continues: bool = False
+    apart: bool = True
 
     def parser(self) -> TurnParser:
         """What reads one choice."""
         turn = self.turn
+        if not self.apart:
+            return TurnParser(turn.tool_format, turn.tools, continues=self.continues)
         required = turn.calls == "required"
         return TurnParser(turn.tool_format, turn.tools, turn.reasoning, self.reasons, required, self.continues)
 
     def prefix(self, said: str) -> tuple[str, str]:
         """Reasoning and content of the message that the answer continues. Reasoning that is left out is empty."""
         form = self.turn.reasoning
-        if form is None or form.channels:
+        if form is None or form.channels or not self.apart:
             return "", said
         news = TurnParser(reasoning=form, reasons="free", continues=True).feed(said, final=True)
         return news.reasoning if self.shows_reasoning else "", news.content
@@ -183,8 +192,17 @@ class Reading:
 
 def reading_of(turn: Turn, request: ChatCompletionRequest, prompt: str) -> Reading:
     """How the answer to a request's turn is read. prompt: its text. Raises ApiError as `Turn.reasons`."""
-    continues = bool(request.continue_final_message)
-    return Reading(turn, turn.reasons(prompt, continues), request.include_reasoning is not False, continues)
+    continues, apart = bool(request.continue_final_message), request.separate_reasoning is not False
+    form = turn.reasoning
+    is_bare = form is None or (not form.channels and turn.calls == "auto" and request.include_reasoning is not False)
+    if not apart and not is_bare:
+        raise ApiError(
+            400,
+            "separate_reasoning: false needs a model whose reasoning stands in its text, a tool_choice that forces no"
+            " call, and include_reasoning; leave it out.",
+            param="separate_reasoning",
+        )
+    return Reading(turn, turn.reasons(prompt, continues), request.include_reasoning is not False, continues, apart)
 
 
 def turn_of(
@@ -199,19 +217,24 @@ def turn_of(
         ApiError, InvalidPromptError: tools, or calls in messages, that are malformed; fields that contradict each other
             or have no effect.
     """
-    given = request.tools or []
+    given = [{"type": "function"} | tool for tool in request.tools or []]
     tools = _tools(given)
     template = _template(request, tokenizer, given)
     messages = [_message(f"messages[{i}]", message) for i, message in enumerate(request.messages or [])]
     if "developer" not in template:  # it would be lost, or refused
         messages = [m | {"role": "system"} if m.get("role") == "developer" else m for m in messages]
+    reasoning = None
+    if reasoning_parser is not None:
+        reasoning = next((form for form in REASONING_FORMATS if form.name == reasoning_parser), None)
+    else:
+        reasoning = format_of(template, REASONING_FORMATS)
     choice: str | Tool = "auto"
     callable_tools = tools
     variables: dict[str, Any] = {}
     budget, parallel = None, True
     if isinstance(request, ChatCompletionRequest):
         choice, callable_tools = _choice(request, tools)
-        variables = _effort(request, template)
+        variables = _effort(request, template, reasons=reasoning is not None)
         if request.documents:
             if not takes_variable(template, "documents"):
                 raise ApiError(
@@ -221,16 +244,13 @@ def turn_of(
                 )
             variables["documents"] = request.documents
         budget, parallel = _budget(request), request.parallel_tool_calls is not False
-    reasoning = None
-    if reasoning_parser is not None:
-        reasoning = next((form for form in REASONING_FORMATS if form.name == reasoning_parser), None)
-    else:
-        reasoning = format_of(template, REASONING_FORMATS)
     if reasoning is not None:
         for message in messages:
             said = message.get("reasoning_content") or message.pop("reasoning", None)
             if said is not None:
                 message[reasoning.history_key] = said
+                if reasoning.plan_key and reasoning.plan_key in template and "tool_calls" in message:
+                    message.setdefault(reasoning.plan_key, said)
     elif budget is not None:
         raise ApiError(
             400,
@@ -277,12 +297,14 @@ def _tools(given: Sequence[Any]) -> tuple[Tool, ...]:
     tools: dict[str, Tool] = {}
     for i, one in enumerate(given):
         where = f"tools[{i}]"
-        kind = one.get("type") if isinstance(one, Mapping) else None
+        kind = one["type"]
         if kind != "function":
             raise _bad_tool(f'{where}.type must be "function", got {str(kind)[:80]!r}; other tools are not supported.')
         function = one.get("function")
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(name, str) or not _NAME.fullmatch(name):
+        if not isinstance(function, Mapping):
+            raise _bad_tool(f'{where}.function must be {{"name": ..., "description": ..., "parameters": ...}}.')
+        name = function.get("name")
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise _bad_tool(
                 f"{where}.function.name must have 1 to 128 letters, digits and _ . : / -, got {str(name)[:80]!r}."
             )
@@ -381,9 +403,9 @@ def _allowed(given: Any, tools: Sequence[Tool]) -> tuple[str, tuple[Tool, ...]]:
     return mode, tuple(allowed.values())
 
 
-def _effort(request: ChatCompletionRequest, template: str) -> dict[str, Any]:
-    """Variables of the template that say how much the model shall reason."""
-    effort = request.reasoning_effort
+def _effort(request: ChatCompletionRequest, template: str, *, reasons: bool) -> dict[str, Any]:
+    """Variables of the template that say how much the model shall reason. reasons: whether it does at all."""
+    effort = request.reasoning_effort if request.reasoning is None else _asked_effort(request.reasoning)
     if effort is None:
         return {}
     known = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -396,13 +418,27 @@ def _effort(request: ChatCompletionRequest, template: str) -> dict[str, Any]:
     variables: dict[str, Any] = {name: effort != "none" for name in _SWITCHES if name in template}
     if "reasoning_effort" in template:
         variables["reasoning_effort"] = effort
-    if not variables and effort != "medium":  # which clients send unasked, as it is the API's default
+    asks_for_nothing = effort == "medium" or (effort == "none" and not reasons)  # medium is the API's default
+    if not variables and not asks_for_nothing:
         raise ApiError(
             400,
             "reasoning_effort has no effect: the model's chat template has no such variable. Leave it out.",
             param="reasoning_effort",
         )
     return variables
+
+
+def _asked_effort(reasoning: Mapping[str, Any]) -> Any:
+    """The effort that `reasoning` asks for, as SGLang and others take it: its own, or whether there is any."""
+    effort, enabled = reasoning.get("effort"), reasoning.get("enabled")
+    if reasoning.keys() - {"effort", "enabled"} or enabled not in (None, True, False):
+        raise ApiError(
+            400,
+            f'reasoning must be {{"effort": ...}} or {{"enabled": true or false}}, got {str(dict(reasoning))[:80]}.'
+            " thinking_token_budget bounds it, and include_reasoning leaves it out.",
+            param="reasoning",
+        )
+    return ("none" if enabled is False else "medium") if effort is None and enabled is not None else effort
 
 
 def _budget(request: ChatCompletionRequest) -> int | None:

@@ -21,6 +21,7 @@ from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.text import grammar_check
 from jpaged.text.frames import read_frame, write_frame
 from jpaged.text.helper_process import start_helper
+from jpaged.text.structural_tags import tags_as_lark
 from jpaged.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -115,7 +116,9 @@ def grammar_text(params: StructuredOutputsParams) -> str:
     if kind == "choice":
         return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, params.choice or ())))
     return LLMatcher.grammar_from_lark(
-        _tags_as_lark(str(params.structural_tag)) if kind == "structural_tag" else _as_lark(str(params.grammar))
+        tags_as_lark(str(params.structural_tag), grammar_expression)
+        if kind == "structural_tag"
+        else _as_lark(str(params.grammar))
     )
 
 
@@ -123,7 +126,7 @@ def grammar_expression(params: StructuredOutputsParams) -> str:
     """A constraint as an expression within a grammar in Lark, for a part of a text.
 
     Raises:
-        InvalidParameterError: a GBNF grammar that is malformed, or a structural tag.
+        InvalidParameterError: a structural tag or a GBNF grammar that is malformed.
     """
     kind = params.kind
     if kind in ("json", "json_object"):
@@ -136,9 +139,7 @@ def grammar_expression(params: StructuredOutputsParams) -> str:
     if kind == "choice":
         return f"({' | '.join(map(json.dumps, params.choice or ()))})"
     if kind == "structural_tag":
-        raise InvalidParameterError(
-            "structured_outputs.structural_tag is not supported beside tools or reasoning; leave one of them out."
-        )
+        return f"%lark {{\n{tags_as_lark(str(params.structural_tag), grammar_expression)}\n}}"
     return f"%lark {{\n{_as_lark(str(params.grammar))}\n}}"
 
 
@@ -172,32 +173,6 @@ def _as_lark(grammar: str) -> str:
         return any_to_lark(grammar)
     except (Exception, RecursionError) as error:
         raise InvalidParameterError(f"structured_outputs.grammar is no GBNF: {error}") from error
-
-
-def _tags_as_lark(text: str) -> str:
-    from llguidance import StructTag
-
-    name = "structured_outputs.structural_tag"
-    given = json.loads(text)
-    structures, triggers = given.get("structures"), given.get("triggers")
-    if given.get("type") != "structural_tag" or not isinstance(structures, list) or not isinstance(triggers, list):
-        raise InvalidParameterError(
-            f'{name} must be {{"type": "structural_tag", "structures": [...], "triggers": [...]}}; other forms are not'
-            " supported."
-        )
-    tags = []
-    for i, structure in enumerate(structures):
-        fields = structure if isinstance(structure, dict) else {}
-        begin, schema, end = fields.get("begin"), fields.get("schema"), fields.get("end")
-        if not isinstance(begin, str) or not isinstance(schema, dict) or not isinstance(end, str):
-            raise InvalidParameterError(f'{name}: structures[{i}] needs "begin", "schema" and "end".')
-        trigger = next((t for t in triggers if isinstance(t, str) and t and begin.startswith(t)), None)
-        if trigger is None:
-            raise InvalidParameterError(f"{name}: structures[{i}] begins with none of the triggers.")
-        tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
-    if not tags:
-        raise InvalidParameterError(f"{name} has no structures; give at least one.")
-    return StructTag.to_grammar(tags, assume_special=False)
 
 
 class GrammarCheck:

@@ -130,14 +130,14 @@ def test_a_response_is_kept_once_where_it_ends(streams):
     kept = []
 
     class Store(ResponseStore):
-        def put(self, messages, response):
+        def put(self, messages, response, record=None):
             kept.append(response["status"])
 
     store, body = Store(), ResponsesRequest(input="hi")
     answer = ResponsesAnswer(chat_of(body, store), AnswerContext("chatcmpl-1", "m", [PROMPT], None), body, store)
     if streams:
         answer.chunk(0, output("a"))
-        answer._message()
+        answer.message()
         assert kept == []
         answer.end()
     else:

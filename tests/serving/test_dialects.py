@@ -379,6 +379,8 @@ def test_openais_client_calls_a_tool_and_goes_on_from_the_response(server):
     assert kinds[-1] == "response.incomplete"
     with pytest.raises(openai.NotFoundError, match="previous_response_id"):
         client.responses.create(model="model", input="a", previous_response_id="resp_unknown")
+    with pytest.raises(openai.BadRequestError, match="must begin with resp_"):
+        client.responses.create(model="model", input="a", previous_response_id="msg_1")
 
 
 def test_a_response_can_be_asked_for_again_until_it_is_deleted(server):
@@ -389,7 +391,7 @@ def test_a_response_can_be_asked_for_again_until_it_is_deleted(server):
     assert client.responses.retrieve(streamed[-1].response.id) == streamed[-1].response
     with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
         client.responses.cancel(made.id)
-    with pytest.raises(openai.BadRequestError, match="stream is not supported"):
+    with pytest.raises(openai.BadRequestError, match="stream needs a response"):
         client.get(f"/responses/{made.id}?stream=true", cast_to=object)
     client.responses.delete(made.id)
     forgotten = client.responses.create(model="model", input=STORY, max_output_tokens=5, store=False)
@@ -425,12 +427,12 @@ def test_conversations_are_kept_within_bounds(monkeypatch):
 
 
 UNSUPPORTED = [
-    ({"background": True}, "background"),
+    ({"background": True, "store": False}, "background"),
     ({"tools": [{"type": "web_search"}]}, "tools"),
     ({"input": [{"type": "custom_tool_call", "id": "a"}]}, "input"),
     ({"reasoning": {"summary": "concise"}}, "reasoning.summary"),
     ({"truncation": "auto"}, "truncation"),
-    ({"include": ["reasoning.encrypted_content", "message.output_text.logprobs"]}, "include"),
+    ({"include": ["reasoning.encrypted_content", "file_search_call.results"]}, "include"),
     ({"text": {"verbosity": "low"}}, "text.verbosity"),
 ]
 
@@ -441,7 +443,7 @@ def test_what_responses_cannot_do_is_named(field, param):
         responses.chat_of(ResponsesRequest(**({"input": "a"} | field)), ResponseStore())
     assert (caught.value.status, caught.value.param) == (400, param)
     if param == "include":
-        assert "'message.output_text.logprobs' is not supported" in str(caught.value)
+        assert "'file_search_call.results' is not supported" in str(caught.value)
 
 
 def test_encrypted_reasoning_may_be_asked_for_and_changes_nothing():

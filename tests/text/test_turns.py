@@ -1,11 +1,14 @@
 """Formats of turns: each is read as it is written, wherever its text is cut, and its grammar allows what it reads."""
 
+import contextlib
 import json
 import random
 
 import jsonschema
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from llguidance import LLMatcher
 from tokenizers import AddedToken
 
@@ -22,6 +25,20 @@ from jpaged.text.turns.parser import TurnParser
 
 EOS = 2
 FORMATS = {form.name: form for form in TOOL_FORMATS}
+KEYWORDS = [
+    "type",
+    "enum",
+    "const",
+    "anyOf",
+    "oneOf",
+    "items",
+    "properties",
+    "minLength",
+    "maxLength",
+    "pattern",
+    "$ref",
+]
+"""Of schemas."""
 REASONING = {form.name: form for form in REASONING_FORMATS}
 WEATHER = Tool(
     "get_weather",
@@ -640,3 +657,44 @@ def test_in_the_midst_of_a_channel_its_end_is_no_text_and_its_opening_is_not_ask
     harmony = TurnRules(tools=TOOLS, tool_format=FORMATS["harmony"], reasoning=REASONING["harmony"], reasons="said")
     assert accepts(model, harmony, " is 4.")
     assert accepts(model, harmony, "<|channel|>final<|message|> is 4.") is not marked
+
+
+@pytest.mark.parametrize("form", ["qwen3_coder", "glm45", "minimax_m2", "deepseek_v32", "pythonic"])
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"properties": {"a": {}}, "required": ["a", {"b": 1}]}, "required must be a list of names"),
+        ({"properties": {"a": 5}}, "properties.a must be a JSON schema"),
+        ({"properties": {"a": {"type": 5}}}, "properties.a.type must be"),
+        ({"properties": {"a": {"type": ["string", {}]}}}, "properties.a.type must be"),
+        ({"properties": {"a": {"enum": 5}}}, "properties.a.enum must be"),
+        ({"properties": {"a": {"anyOf": 5}}}, "properties.a.anyOf must be"),
+        ({"properties": {"a": {"anyOf": [{"type": "string", "enum": 5}]}}}, r"properties.a.anyOf\[0\].enum must be"),
+    ],
+)
+def test_a_malformed_schema_of_an_argument_is_refused_by_place(form, parameters, said):
+    rules = TurnRules(tools=(Tool("f", {"type": "object"} | parameters),), tool_format=FORMATS[form])
+    with pytest.raises(InvalidParameterError, match=said):
+        turn_grammar(rules, {})
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYWORDS), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    name=st.sampled_from(sorted(FORMATS)),
+    properties=st.dictionaries(st.sampled_from(["a", "b c", "$ref"]), JUNK, max_size=2),
+    more=st.dictionaries(st.sampled_from(KEYWORDS), JUNK, max_size=2),
+    required=st.lists(JUNK, max_size=2),
+    strict=st.booleans(),
+)
+def test_whatever_a_schema_says_there_is_a_grammar_or_an_error_of_ours(name, properties, more, required, strict):
+    parameters = more | {"type": "object", "properties": properties, "required": required}
+    rules = TurnRules(tools=(Tool("f", parameters, strict),), tool_format=FORMATS[name])
+    with contextlib.suppress(InvalidParameterError):
+        assert turn_grammar(rules, {})

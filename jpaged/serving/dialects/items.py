@@ -5,7 +5,7 @@ TurnDelta --> begin(reasoning) more(...) end   begin(text) more(...) end   begin
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -20,13 +20,18 @@ from jpaged.text.turns.parser import TurnDelta, TurnParser
 
 @dataclass
 class Item:
-    """One of an answer. number: from 0. id, name: of a call. text: what has come of it; of a call its arguments."""
+    """One of an answer. number: from 0. id, name: of a call. text: what has come of it; of a call its arguments.
+    logprobs: of the tokens of a text, where a dialect gives them."""
 
     kind: Literal["reasoning", "text", "call"]
     number: int
     id: str = ""
     name: str = ""
     text: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+
+_OF_FUNCTION = re.compile(r"^(tools\[\d+\]\.)function\.(\w+)")
 
 
 def named_event(body: dict[str, Any]) -> bytes:
@@ -35,8 +40,10 @@ def named_event(body: dict[str, Any]) -> bytes:
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """An error in the words of a dialect. names: of its fields, by those of the chat that it stands for."""
-    message = error.message
+    """An error in the words of a dialect, whose tools are functions themselves. names: of its fields, by those of the
+    chat that it stands for."""
+    message = _OF_FUNCTION.sub(lambda found: found[1] + names.get(found[2], found[2]), error.message)
+    error = ApiError(error.status, message, param=error.param, code=error.code, kind=error.kind, headers=error.headers)
     first: str = re.split(r"[^a-z_]", message, maxsplit=1)[0]
     field = error.param if error.param is not None and error.param in names else first
     if field not in names:
@@ -147,10 +154,10 @@ class ItemsAnswer(Answer):
     def _end_of(self, item: Item) -> bytes:
         raise NotImplementedError
 
-    def _message(self) -> dict[str, Any]:
+    def message(self) -> dict[str, Any]:
         """The whole answer, with all items that have come."""
         raise NotImplementedError
 
     def _ended(self) -> dict[str, Any]:
-        """`_message` of an answer at its end, which a dialect may keep."""
-        return self._message()
+        """`message` of an answer at its end, which a dialect may keep."""
+        return self.message()

@@ -58,7 +58,10 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _KINDS |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
-_NAMES = {"thinking_token_budget": "thinking", "stop": "stop_sequences", "response_format": "output_config.format"}
+_NAMES = {
+    **{"thinking_token_budget": "thinking", "stop": "stop_sequences", "response_format": "output_config.format"},
+    "parameters": "input_schema",
+}
 """Fields of a chat, and what they are called here."""
 
 
@@ -317,7 +320,7 @@ class MessagesAnswer(ItemsAnswer):
         )
 
     def _start(self) -> bytes:
-        return named_event({"type": "message_start", "message": self._message()})
+        return named_event({"type": "message_start", "message": self.message()})
 
     def _begin(self, item: Item) -> bytes:
         return named_event(
@@ -356,7 +359,7 @@ class MessagesAnswer(ItemsAnswer):
             arguments = {}
         return {"type": "tool_use", "id": item.id, "name": item.name, "input": arguments}
 
-    def _message(self) -> dict[str, Any]:
+    def message(self) -> dict[str, Any]:
         cached = sum(self._num_cached)
         return {
             "id": self.request_id.replace("chatcmpl-", "msg_", 1),

@@ -11,13 +11,17 @@ from typing import Any
 
 from msgspec import Struct
 
+from jpaged.api.outputs import CompletionOutput, Logprob, PositionLogprobs
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.serving.answers import AnswerContext
 from jpaged.serving.dialects.conversations import PARAGRAPH, without_late_systems
+from jpaged.serving.dialects.event_record import EventRecord
 from jpaged.serving.dialects.items import Item, ItemsAnswer, named_event, renamed
 from jpaged.serving.dialects.response_store import ResponseStore
+from jpaged.serving.dialects.text_logprobs import TextTokens
 from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import ChatCompletionRequest, Integer, LogitBias
+from jpaged.text.turns.parser import TurnDelta
 
 Unsupported = Any
 
@@ -32,7 +36,9 @@ _NAMES = {
 
 _OF_CHATS = (
     *("top_k", "min_p", "repetition_penalty", "seed", "stop", "logit_bias", "ignore_eos"),
-    *("chat_template_kwargs", "priority", "cache_salt"),
+    *("chat_template_kwargs", "priority", "cache_salt", "structured_outputs", "thinking_token_budget"),
+    *("min_tokens", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "allowed_token_ids"),
+    *("bad_words", "vllm_xargs", "mm_processor_kwargs"),
 )
 """Fields that are called as in a chat and mean the same; OpenAI has them not."""
 
@@ -43,9 +49,11 @@ def error_body(error: ApiError) -> bytes:
 
 
 PLAIN_REASONING = "reasoning.encrypted_content"
-"""The one value of `include` that is taken. With or without it reasoning comes as plain text, and nothing is encrypted:
-a client that sends the items back has lost nothing.
+"""A value of `include`. With or without it reasoning comes as plain text, and nothing is encrypted: a client that sends
+the items back has lost nothing.
 """
+TEXT_LOGPROBS = "message.output_text.logprobs"
+"""A value of `include`: log-probabilities of the tokens of texts."""
 
 
 class ResponsesRequest(Struct, kw_only=True):
@@ -67,6 +75,7 @@ class ResponsesRequest(Struct, kw_only=True):
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
+    background: bool | None = None
     metadata: dict[str, str] | None = None
     truncation: str | None = None
     include: list[str] | None = None
@@ -87,8 +96,18 @@ class ResponsesRequest(Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    thinking_token_budget: Integer | None = None
+    min_tokens: Integer | None = None
+    stop_token_ids: list[Integer] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: list[Integer] | None = None
+    bad_words: list[str] | None = None
+    vllm_xargs: Unsupported = None
+    mm_processor_kwargs: Unsupported = None
+    enable_response_messages: Unsupported = None
 
-    background: Unsupported = None
     conversation: Unsupported = None
     prompt: Unsupported = None
     max_tool_calls: Unsupported = None
@@ -100,17 +119,24 @@ def chat_of(body: ResponsesRequest, store: ResponseStore) -> ChatCompletionReque
     Raises:
         ApiError: it is malformed, or asks for what is not supported.
     """
-    for name in ("background", "conversation", "prompt", "max_tool_calls", "top_logprobs"):
+    for name in ("conversation", "prompt", "max_tool_calls", "enable_response_messages"):
         if getattr(body, name):
             raise ApiError(400, f"{name} is not supported; leave it out.", param=name, code="unsupported_parameter")
     for value in body.include or ():
-        if value != PLAIN_REASONING:
+        if value not in (PLAIN_REASONING, TEXT_LOGPROBS):
             raise ApiError(
                 400,
                 f"include: {value[:80]!r} is not supported; leave it out.",
                 param="include",
                 code="unsupported_parameter",
             )
+    if body.background and body.store is False:
+        raise ApiError(
+            400, "background can only be used when `store` is true: leave one of them out.", param="background"
+        )
+    has_logprobs = TEXT_LOGPROBS in (body.include or ())
+    if body.top_logprobs and not has_logprobs:
+        raise ApiError(400, f'top_logprobs needs include: ["{TEXT_LOGPROBS}"].', param="top_logprobs")
     if (body.text or {}).get("verbosity") not in (None, "medium"):
         raise ApiError(400, "text.verbosity must be medium; other values are not supported.", param="text.verbosity")
     if body.truncation not in (None, "disabled"):
@@ -126,7 +152,7 @@ def chat_of(body: ResponsesRequest, store: ResponseStore) -> ChatCompletionReque
         model=body.model,
         messages=messages,
         max_completion_tokens=body.max_output_tokens,
-        stream=body.stream,
+        stream=body.stream or body.background,  # which says how far it is
         temperature=body.temperature,
         top_p=body.top_p,
         presence_penalty=body.presence_penalty,
@@ -134,6 +160,8 @@ def chat_of(body: ResponsesRequest, store: ResponseStore) -> ChatCompletionReque
         tools=[_tool(f"tools[{i}]", tool) for i, tool in enumerate(body.tools or ())] or None,
         tool_choice=_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
+        logprobs=has_logprobs or None,
+        top_logprobs=body.top_logprobs or 0 if has_logprobs else None,
         reasoning_effort=(body.reasoning or {}).get("effort"),
         response_format=_format(body.text),
         **{name: getattr(body, name) for name in _OF_CHATS},
@@ -255,7 +283,9 @@ def _text(where: str, content: Any, joint: str = "\n") -> str:
 
 
 class ResponsesAnswer(ItemsAnswer):
-    """The answer to /v1/responses. body: the request; chat: what it stands for. It is kept in the store at its end."""
+    """The answer to /v1/responses. body: the request; chat: what it stands for. It is kept in the store at its end; one
+    that runs in the background when `keep` says so, however it ends.
+    """
 
     def __init__(
         self, chat: ChatCompletionRequest, context: AnswerContext, body: ResponsesRequest, store: ResponseStore
@@ -268,6 +298,10 @@ class ResponsesAnswer(ItemsAnswer):
         self._summarizes = _summarizes(body)
         self._sampling = context.sampling or SamplingParams()
         self._sequence_number = 0
+        self._is_cancelled = False
+        self._completed_at = 0
+        self._tokens: TextTokens[dict[str, Any]] = TextTokens()
+        self._logprobs: list[dict[str, Any]] = []  # of the tokens of new text
 
     def end(self) -> bytes:
         message = self._ended()
@@ -276,9 +310,47 @@ class ResponsesAnswer(ItemsAnswer):
     def error_body(self, error: ApiError) -> bytes:
         return error_body(error)
 
+    def queued(self) -> bytes:
+        """The events before anything has come, in the background."""
+        message = self.message()
+        return self._named("response.created", response=message) + self._named("response.queued", response=message)
+
+    def cancelled(self) -> bytes:
+        """The events that end a response which was cancelled."""
+        self._is_cancelled = True
+        return self._close() + self.end()
+
     def failed(self, error: ApiError) -> bytes:
         error = renamed(error, _NAMES)
+        if self._body.background:
+            self.failure = error
+            return self._close() + self.end()
         return self._named("error", code=error.code, message=error.message, param=error.param)
+
+    def _take(self, completion: CompletionOutput) -> bytes:
+        if completion.finish_reason is not None:
+            self._completed_at = int(time.time())  # noqa: TID251  # a date
+        if completion.logprobs is None:
+            return super()._take(completion)
+        said = zip(completion.token_ids, completion.logprobs, strict=True)
+        tokens = [(self._token(token, position[token]), self._logprob(token, position)) for token, position in said]
+        self._tokens.add(completion.text, tokens)
+        return super()._take(completion)
+
+    def _news(self, delta: TurnDelta) -> bytes:
+        self._logprobs = self._tokens.taken(delta.places, self._parser.num_read)
+        return super()._news(delta)
+
+    def _logprob(self, token: int, position: PositionLogprobs) -> dict[str, Any]:
+        """What is said of a token: its log-probability, and those of the most likely ones."""
+        most = self._body.top_logprobs or 0
+        ranked = sorted((logprob.rank or 0, other) for other, logprob in position.items())
+        top = [self._one_logprob(other, position[other]) for rank, other in ranked if rank <= most]
+        return self._one_logprob(token, position[token]) | {"top_logprobs": top}
+
+    def _one_logprob(self, token: int, logprob: Logprob) -> dict[str, Any]:
+        data = b"" if self._tokenizer is None else self._tokenizer.token_bytes(token)
+        return {"token": self._token(token, logprob), "logprob": logprob.logprob, "bytes": list(data)}
 
     def _named(self, kind: str, **fields: Any) -> bytes:
         body = {"type": kind, "sequence_number": self._sequence_number, **fields}
@@ -286,17 +358,18 @@ class ResponsesAnswer(ItemsAnswer):
         return named_event(body)
 
     def _start(self) -> bytes:
-        message = self._message()
-        return self._named("response.created", response=message) + self._named("response.in_progress", response=message)
+        message = self.message()
+        events = b"" if self._body.background else self._named("response.created", response=message)
+        return events + self._named("response.in_progress", response=message)
 
     def _begin(self, item: Item) -> bytes:
         events = self._named(
             "response.output_item.added", output_index=item.number, item=self._item(item, "in_progress")
         )
         if self._is_summary(item):
-            events += self._of_summary("response.reasoning_summary_part.added", item, part=self._part(item, ""))
+            events += self._of_summary("response.reasoning_summary_part.added", item, part=self._part(item, "", []))
         elif item.kind != "call":
-            events += self._of("response.content_part.added", item, part=self._part(item, ""))
+            events += self._of("response.content_part.added", item, part=self._part(item, "", []))
         return events
 
     def _more(self, item: Item, text: str) -> bytes:
@@ -306,21 +379,22 @@ class ResponsesAnswer(ItemsAnswer):
             return self._of_summary("response.reasoning_summary_text.delta", item, delta=text)
         if item.kind == "reasoning":
             return self._of("response.reasoning_text.delta", item, delta=text)
-        return self._of("response.output_text.delta", item, delta=text, logprobs=[])
+        item.logprobs += self._logprobs
+        return self._of("response.output_text.delta", item, delta=text, logprobs=self._logprobs)
 
     def _end_of(self, item: Item) -> bytes:
         if item.kind == "call":
             events = self._of_call("response.function_call_arguments.done", item, arguments=item.text, name=item.name)
         elif self._is_summary(item):
             events = self._of_summary("response.reasoning_summary_text.done", item, text=item.text)
-            part = self._part(item, item.text)
+            part = self._part(item, item.text, [])
             events += self._of_summary("response.reasoning_summary_part.done", item, part=part)
         elif item.kind == "reasoning":
             events = self._of("response.reasoning_text.done", item, text=item.text)
         else:
-            events = self._of("response.output_text.done", item, text=item.text, logprobs=[])
+            events = self._of("response.output_text.done", item, text=item.text, logprobs=item.logprobs)
         if item.kind != "call" and not self._is_summary(item):
-            events += self._of("response.content_part.done", item, part=self._part(item, item.text))
+            events += self._of("response.content_part.done", item, part=self._part(item, item.text, item.logprobs))
         return events + self._named("response.output_item.done", output_index=item.number, item=self._item(item))
 
     def _of(self, kind: str, item: Item, **fields: Any) -> bytes:
@@ -339,30 +413,33 @@ class ResponsesAnswer(ItemsAnswer):
         prefix = {"reasoning": "rs", "text": "msg", "call": "fc"}[item.kind]
         return f"{prefix}_{self.response_id.removeprefix('resp_')}_{item.number}"
 
-    def _part(self, item: Item, text: str) -> dict[str, Any]:
+    def _part(self, item: Item, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
         if item.kind == "reasoning":
             return {"type": "summary_text" if self._summarizes else "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def _item(self, item: Item, status: str | None = None) -> dict[str, Any]:
         begins = status is not None
         if status is None:
             is_last = item is self.items[-1]
-            is_cut = self.reason == "length" or self.failure is not None
+            is_cut = self.reason == "length" or self.failure is not None or self._is_cancelled
             status = "incomplete" if is_last and is_cut else "completed"
         made: dict[str, Any] = {"id": self._item_id(item), "status": status}
         if item.kind == "call":
             return made | {"type": "function_call", "call_id": item.id, "name": item.name, "arguments": item.text}
-        content = [] if begins else [self._part(item, item.text)]
+        content = [] if begins else [self._part(item, item.text, item.logprobs)]
         if item.kind == "reasoning":
             summary, content = (content, []) if self._summarizes else ([], content)
             return made | {"type": "reasoning", "summary": summary, "content": content}
         return made | {"type": "message", "role": "assistant", "content": content}
 
-    def _message(self) -> dict[str, Any]:
+    def message(self) -> dict[str, Any]:
+        """The response as far as it has come."""
         body, cached = self._body, sum(self._num_cached)
-        status, details, error = "in_progress", None, None
-        if self.failure is not None:
+        status, details, error = "queued" if body.background and not self._begun else "in_progress", None, None
+        if self._is_cancelled:
+            status = "cancelled"
+        elif self.failure is not None:
             status, error = "failed", {"code": "server_error", "message": self.failure.message}
         elif self.reason is not None:
             is_cut = self.reason == "length"
@@ -378,19 +455,19 @@ class ResponsesAnswer(ItemsAnswer):
         }
         sampling, asked = self._sampling, body.reasoning or {}
         return {  # every field that openresponses.org requires of a response
-            "background": False,
+            "background": bool(body.background),
             "frequency_penalty": sampling.frequency_penalty,
             "max_tool_calls": None,
             "presence_penalty": sampling.presence_penalty,
             "prompt_cache_key": body.prompt_cache_key,
             "safety_identifier": body.safety_identifier,
             "service_tier": "default",
-            "top_logprobs": 0,
+            "top_logprobs": body.top_logprobs or 0,
             "user": body.user,
             "id": self.response_id,
             "object": "response",
             "created_at": self._created,
-            "completed_at": int(time.time()) if status == "completed" else None,  # noqa: TID251  # a date
+            "completed_at": self._completed_at if status == "completed" else None,
             "status": status,
             "error": error,
             "incomplete_details": details,
@@ -413,9 +490,15 @@ class ResponsesAnswer(ItemsAnswer):
         }
 
     def _ended(self) -> dict[str, Any]:
-        message = self._message()
-        if self.reason is not None and self.failure is None and self._body.store is not False:
-            self._store.put(self._conversation(), message)
+        is_whole = self.reason is not None and self.failure is None
+        if is_whole and self._body.store is not False and not self._body.background:
+            return self.keep()
+        return self.message()
+
+    def keep(self, record: EventRecord | None = None) -> dict[str, Any]:
+        """Puts the response into the store, and returns it. record: of its events."""
+        is_whole, message = self.reason is not None and self.failure is None, self.message()
+        self._store.put(self._conversation() if is_whole else None, message, record)
         return message
 
     def _num_reasoning_tokens(self) -> int:

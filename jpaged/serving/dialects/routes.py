@@ -14,6 +14,7 @@ from jpaged.api.errors import InvalidPromptError, JPagedError
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.admission import Admission, client_of
 from jpaged.serving.dialects import messages, responses
+from jpaged.serving.dialects.background import BackgroundResponses, RecordedStream
 from jpaged.serving.dialects.messages import MessagesAnswer, MessagesRequest
 from jpaged.serving.dialects.response_store import ResponseStore
 from jpaged.serving.dialects.responses import ResponsesAnswer, ResponsesRequest
@@ -28,14 +29,20 @@ from jpaged.serving.streams import JobStream, all_outputs
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
+_DIGITS = 12
+"""Of an event's number, more than any answer has."""
 
-def dialect_routes(engine: AsyncLLMEngine, options: AppOptions, admission: Admission) -> list[Route]:
-    """/v1/messages, /v1/messages/count_tokens, /v1/responses, and what is done with a response that is kept."""
-    server = _Handlers(engine, options, admission)
+
+def dialect_routes(
+    engine: AsyncLLMEngine, options: AppOptions, admission: Admission, background: BackgroundResponses
+) -> list[Route]:
+    """/v1/messages, /v1/messages/count_tokens, /v1/responses, and what is done with a response that runs or is kept."""
+    server = _Handlers(engine, options, admission, background)
     return [
         Route("/v1/messages", guarded(server.messages, messages.error_body), methods=["POST"]),
         Route("/v1/messages/count_tokens", guarded(server.count_tokens, messages.error_body), methods=["POST"]),
         Route("/v1/responses", guarded(server.responses, responses.error_body), methods=["POST"]),
+        Route("/v1/responses/input_tokens", guarded(server.count_input_tokens, responses.error_body), methods=["POST"]),
         Route("/v1/responses/{id}", guarded(server.kept_response), methods=["GET"]),
         Route("/v1/responses/{id}", guarded(server.delete_response), methods=["DELETE"]),
         Route("/v1/responses/{id}/cancel", guarded(server.cancel_response), methods=["POST"]),
@@ -43,7 +50,10 @@ def dialect_routes(engine: AsyncLLMEngine, options: AppOptions, admission: Admis
 
 
 class _Handlers:
-    def __init__(self, engine: AsyncLLMEngine, options: AppOptions, admission: Admission) -> None:
+    def __init__(
+        self, engine: AsyncLLMEngine, options: AppOptions, admission: Admission, background: BackgroundResponses
+    ) -> None:
+        self._background = background
         self._engine = engine
         self._options = options
         self._jobs = JobMaker(engine, options, admission)
@@ -66,13 +76,22 @@ class _Handlers:
             raise api_error(error, (), "messages") from error
         return json_response({"input_tokens": len(tokens)})
 
+    async def count_input_tokens(self, request: Request) -> Response:
+        body = await self._decode(request, self._responses)
+        self._jobs.check_model(body.model)
+        self._check_references(body)
+        try:
+            chat = await self._engine.in_thread(lambda: responses.chat_of(body, self._store))
+            _, tokens, _ = await self._jobs.chat_prompt(chat)
+        except InvalidPromptError as error:
+            raise api_error(error, (), "input") from error
+        return json_response({"object": "response.input_tokens", "input_tokens": len(tokens)})
+
     async def responses(self, request: Request) -> Response:
         body = await self._decode(request, self._responses)
-        items = [] if isinstance(body.input, str) else body.input
-        name = "input" if any(map(responses.refers, items)) else "previous_response_id"
-        if name == "input" or body.previous_response_id is not None:
-            said = "input: an item_reference" if name == "input" else name
-            self._check_store(said, name, " Send the whole conversation as input.")
+        self._check_references(body)
+        if body.background:
+            self._check_store("background", "background")
 
         def make_answer(chat: ChatCompletionRequest, context: Any) -> ResponsesAnswer:
             return ResponsesAnswer(chat, context, body, self._store)
@@ -80,25 +99,63 @@ class _Handlers:
         chat = await self._engine.in_thread(lambda: responses.chat_of(body, self._store))
         return await self._answer(request, body, chat, "input", make_answer)
 
+    def _check_references(self, body: ResponsesRequest) -> None:
+        """Raises ApiError if what a request refers to may be unknown here, or has not ended."""
+        items = [] if isinstance(body.input, str) else body.input
+        name = "input" if any(map(responses.refers, items)) else "previous_response_id"
+        if name == "input" or body.previous_response_id is not None:
+            said = "input: an item_reference" if name == "input" else name
+            self._check_store(said, name, " Send the whole conversation as input.")
+        if body.previous_response_id is not None and self._background.get(body.previous_response_id) is not None:
+            raise ApiError(
+                400,
+                f"previous_response_id: {body.previous_response_id!r} has not ended; wait until it has.",
+                param="previous_response_id",
+            )
+
     async def kept_response(self, request: Request) -> Response:
         self._check_store("response_id", "response_id")
-        if request.query_params.get("stream", "false") != "false" or "starting_after" in request.query_params:
-            raise ApiError(400, "stream is not supported for a response that has ended; leave it out.", param="stream")
-        return json_response(self._store.response(request.path_params["id"]))
+        response_id = request.path_params["id"]
+        run = self._background.get(response_id)
+        after = request.query_params.get("starting_after")
+        if request.query_params.get("stream", "false").lower() != "true":
+            if after is not None:
+                raise ApiError(400, "starting_after needs stream=true.", param="starting_after")
+            return json_response(self._store.response(response_id) if run is None else run.answer.message())
+        record = self._store.record(response_id) if run is None else run.record
+        if record is None:
+            raise ApiError(
+                400,
+                "stream needs a response whose request had background: true and stream: true; leave it out.",
+                param="stream",
+            )
+        if after is not None and not (after.isascii() and after.isdecimal() and len(after) <= _DIGITS):
+            raise ApiError(400, "starting_after must be the sequence_number of an event.", param="starting_after")
+        return RecordedStream(record, 0 if after is None else int(after) + 1)
 
     async def delete_response(self, request: Request) -> Response:
         self._check_store("response_id", "response_id")
-        self._store.remove(request.path_params["id"])
-        return json_response({"id": request.path_params["id"], "object": "response", "deleted": True})
+        response_id = request.path_params["id"]
+        run = self._background.get(response_id)
+        if run is not None:
+            await run.cancel()
+        self._store.remove(response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel_response(self, request: Request) -> Response:
         self._check_store("response_id", "response_id")
-        self._store.response(request.path_params["id"])
-        raise ApiError(
-            400,
-            "Cannot cancel a synchronous response; close the connection of its request instead, while it runs.",
-            param="response_id",
-        )
+        response_id = request.path_params["id"]
+        run = self._background.get(response_id)
+        if run is not None:
+            await run.cancel()
+        response = self._store.response(response_id)
+        if not response["background"]:
+            raise ApiError(
+                400,
+                "Cannot cancel a synchronous response; close the connection of its request instead, while it runs.",
+                param="response_id",
+            )
+        return json_response(response)
 
     def _check_store(self, said: str, param: str, instead: str = "") -> None:
         """Raises ApiError if another API process may have the response."""
@@ -122,13 +179,21 @@ class _Handlers:
         make_answer: MakeAnswer | Callable[..., Any],
     ) -> Response:
         try:
-            job = await self._jobs.chat(chat, client_of(request, self._options.api_keys), make_answer)
+            client = client_of(request, self._options.api_keys)
+            job = await self._jobs.chat(chat, client, make_answer, ends_whole=True)
             if self._engine.observers:
                 job = replace(job, trace_headers=trace_headers(request))
+            if isinstance(body, ResponsesRequest) and body.background:
+                run = self._background.start(job, records=bool(body.stream))
+                return json_response(run.answer.message()) if run.record is None else RecordedStream(run.record)
             if job.streams:
                 return JobStream(self._engine, job)
             with contextlib.closing(job.ticket):
                 outputs = await unless_disconnected(request.receive, all_outputs(self._engine, job))
         except JPagedError as error:
             raise api_error(error, body.__struct_fields__, prompt_field) from error
-        return Response(job.answer.whole(outputs), media_type="application/json")
+        if job.is_large:
+            answer = await self._engine.in_thread(lambda: job.answer.whole(outputs))
+        else:
+            answer = job.answer.whole(outputs)
+        return Response(answer, media_type="application/json")

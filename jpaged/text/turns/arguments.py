@@ -193,17 +193,41 @@ def _properties(tool: Tool) -> list[tuple[str, Mapping[str, Any], bool]]:
                 f"{key} at the top of a schema is not supported in this model's format of calls; list properties."
             )
     properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not all(isinstance(name, str) for name in required):
+        raise InvalidParameterError("required must be a list of names.")
     found = []
     for name, given in properties.items():
         if not re.fullmatch(r"[\w.$-]+", name):
             raise InvalidParameterError(
                 f"properties.{name[:80]}: a name may have letters, digits and _ . $ - in this model's format of calls."
             )
+        _check_property(f"properties.{name}", given)
         found.append((name, given if isinstance(given, Mapping) else {}, name in required))
     missing = next((name for name in required if name not in properties), None)
     if missing is not None:
         raise InvalidParameterError(f"required names {missing!r}, which is not among the properties.")
     return found
+
+
+def _check_property(where: str, schema: Any) -> None:
+    """Raises InvalidParameterError for a schema that is malformed where `_string_kind` and `_value` look."""
+    if schema is True:
+        return
+    if not isinstance(schema, Mapping):
+        raise InvalidParameterError(f"{where} must be a JSON schema.")
+    kinds = schema.get("type")
+    if not (kinds is None or isinstance(kinds, str) or _is_list_of(str, kinds)):
+        raise InvalidParameterError(f"{where}.type must be a string or a list of strings.")
+    if not isinstance(schema.get("enum", []), list):
+        raise InvalidParameterError(f"{where}.enum must be a list.")
+    if not _is_list_of(Mapping, schema.get("anyOf", [])):
+        raise InvalidParameterError(f"{where}.anyOf must be a list of JSON schemas.")
+    for i, one in enumerate(schema.get("anyOf", [])):
+        _check_property(f"{where}.anyOf[{i}]", one)
+
+
+def _is_list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, kind) for one in value)
 
 
 def _string_kind(schema: Mapping[str, Any]) -> str | None:

@@ -193,6 +193,7 @@ class ReasoningFormat:
             the first opening stands; a closing is followed by another opening, or by reasoning or calls. "" closes at
             the end of the turn.
         history_key: of an assistant's message, where chat templates look for its reasoning.
+        plan_key: where they look for that of a message with calls, if they know this key; "" for none.
     """
 
     name: str
@@ -203,6 +204,7 @@ class ReasoningFormat:
     gap: str = ""
     channels: tuple[tuple[str, str], ...] = ()
     history_key: str = "reasoning_content"
+    plan_key: str = ""
 
     @property
     def texts(self) -> list[str]:

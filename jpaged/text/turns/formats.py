@@ -244,6 +244,7 @@ REASONING_FORMATS = (
         closing="<|END_THINKING|>",
         channels=(("<|START_RESPONSE|>", "<|END_RESPONSE|>"),),
         in_template=("<|START_THINKING|>", "<|START_RESPONSE|>"),
+        plan_key="tool_plan",
     ),
     ReasoningFormat(  # K2 Thinking, whose template writes nothing behind the mark
         name="kimi_k2", opening="<think>", closing="</think>", in_template=("</think>", "<|im_middle|>")

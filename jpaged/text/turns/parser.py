@@ -45,11 +45,13 @@ class CallDelta:
 
 @dataclass
 class TurnDelta:
-    """What is new in a turn, in the order in which it was written."""
+    """What is new in a turn, in the order in which it was written. places: from where to where in all that was fed the
+    pieces of content stand."""
 
     reasoning: str = ""
     content: str = ""
     calls: list[CallDelta] = field(default_factory=list)
+    places: list[tuple[int, int]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.reasoning or self.content or self.calls)
@@ -88,6 +90,7 @@ class TurnParser:
         self._tools = {tool.name: tool for tool in tools}
         self._reasoning = reasoning
         self._buffer = ""
+        self._num_fed = 0
         self._ended = False
         self._delta = TurnDelta()
         self.num_calls = 0
@@ -112,11 +115,17 @@ class TurnParser:
     def is_inside_call(self) -> bool:
         return self._state == self._in_call and self._scanner is not None
 
+    @property
+    def num_read(self) -> int:
+        """Characters of all that was fed that have become news or been dropped."""
+        return self._num_fed - len(self._held) - len(self._buffer)
+
     def feed(self, text: str, final: bool = False, cut: bool = False) -> TurnDelta:
         """Takes more text; `final` says that no more will come, and `cut` that it was not the model that ended it.
         Returns what has become certain.
         """
         self._buffer += text
+        self._num_fed += len(text)
         self._ended = final and not cut
         self._delta = TurnDelta()
         try:
@@ -127,7 +136,7 @@ class TurnParser:
         if final:
             if cut and self._scanner is None:
                 self._leave_off()
-            self._say(self._held + self._buffer if self._scanner is None else "")
+            self._say(self._held + self._buffer if self._scanner is None else "", self.num_read)
             self._held = self._buffer = ""
         return self._delta
 
@@ -162,11 +171,13 @@ class TurnParser:
         left = (self._held + self._buffer).lstrip(_SPACES)
         return len(left) >= _SHOWS_MARK and any(mark.startswith(left) for mark in marks)
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, place: int) -> None:
+        """News of the reasoning or the content. place: of the text in all that was fed."""
         if self._state == self._inside_reasoning:
             self._delta.reasoning += text
-        else:
+        elif text:
             self._delta.content += text
+            self._delta.places.append((place, place + len(text)))
 
     def _before(self) -> None:
         """Nothing has been said yet, or a part of the turn has been closed."""
@@ -257,13 +268,13 @@ class TurnParser:
         if not found:
             held = 0 if self._ended else max((held_back(self._buffer, marker) for marker in markers), default=0)
             end = len(self._buffer) - held
-            self._say(self._buffer[:end])
+            self._say(self._buffer[:end], self.num_read)
             self._buffer = self._buffer[end:]
             if held:
                 raise _NeedsMore
             return ""
         at, marker = min(found)
-        self._say(self._buffer[:at])
+        self._say(self._buffer[:at], self.num_read)
         self._buffer = self._buffer[at + len(marker) :]
         return marker
 
@@ -277,7 +288,7 @@ class TurnParser:
                 self._part(self._parts[0])
                 self._parts = self._parts[1:]
         except Mismatch:
-            self._say(self._held)
+            self._say(self._held, self.num_read)
             self._held = ""
             self._state = self._in_rest if self.num_calls else self._in_content  # nothing stands behind calls
             return
@@ -391,5 +402,5 @@ class TurnParser:
 
     def _in_rest(self) -> None:
         """No call can follow."""
-        self._say(self._buffer)
+        self._say(self._buffer, self.num_read)
         self._buffer = ""

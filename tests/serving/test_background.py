@@ -1,0 +1,191 @@
+"""Responses that run in the background: asked for, read as streams by several clients, cancelled, forgotten."""
+
+import asyncio
+import json
+import signal
+import time
+from types import SimpleNamespace
+
+import openai
+import pytest
+
+from jpaged.serving.dialects import background, responses
+from jpaged.serving.dialects.background import BackgroundResponses
+from jpaged.serving.dialects.event_record import EventRecord
+from jpaged.serving.dialects.response_store import ResponseStore
+from jpaged.serving.dialects.responses import ResponsesRequest
+from jpaged.serving.errors import ApiError
+from tests.serving.server_process import KEY, Server
+
+pytestmark = pytest.mark.xdist_group("tools server")
+
+STORY = "A story about a fox"
+LONG = {"model": "model", "input": STORY, "background": True, "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def server(thinking_server):
+    return thinking_server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=server.url + "/v1", api_key=KEY)
+
+
+def wait_until(client, response_id, *statuses):
+    end = time.monotonic() + 120
+    while (response := client.responses.retrieve(response_id)).status not in statuses:
+        assert time.monotonic() < end, response
+        time.sleep(0.05)
+    return response
+
+
+def events_of(answer):
+    assert answer.status_code == 200, answer.text
+    return [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+
+
+def test_a_response_in_the_background_ends_as_one_that_is_waited_for(server, client):
+    asked = {"model": "model", "input": STORY, "temperature": 0, "max_output_tokens": 20}
+    waited = client.responses.create(**asked)
+    with server.engines_standing_still():
+        begun = client.responses.create(background=True, **asked)
+        assert (begun.status, begun.background, begun.output, begun.usage) == ("queued", True, [], None)
+        assert client.responses.retrieve(begun.id) == begun
+        with pytest.raises(openai.BadRequestError, match="has not ended; wait"):
+            client.responses.create(model="model", input="a", previous_response_id=begun.id)
+    ended = wait_until(client, begun.id, "incomplete")
+    assert ended.output_text == waited.output_text
+    assert ended.usage.output_tokens == waited.usage.output_tokens
+    further = client.responses.create(model="model", input="On", previous_response_id=begun.id, max_output_tokens=3)
+    assert further.usage.input_tokens > ended.usage.input_tokens
+    assert client.responses.cancel(begun.id) == ended  # too late, which is no error
+    client.responses.delete(begun.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(begun.id)
+
+
+def test_a_cancelled_response_stays_cancelled_and_leaves_the_engine(server, client):
+    begun = client.responses.create(**LONG)
+    wait_until(client, begun.id, "in_progress")
+    with server.engines_standing_still():  # so that it cannot end by itself
+        cancelled = client.responses.cancel(begun.id)
+    assert (cancelled.status, cancelled.completed_at) == ("cancelled", None)
+    assert [item.status for item in cancelled.output] in ([], ["incomplete"])
+    assert client.responses.retrieve(begun.id) == client.responses.cancel(begun.id) == cancelled
+    with pytest.raises(openai.BadRequestError, match="was not finished, its status is cancelled"):
+        client.responses.create(model="model", input="a", previous_response_id=begun.id)
+    assert server.client.get("/debug/requests").json()["requests"] == []
+
+
+def test_a_response_that_is_deleted_while_it_runs_leaves_the_engine(server, client):
+    begun = client.responses.create(**LONG)
+    with server.engines_standing_still():
+        client.responses.delete(begun.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(begun.id)
+    assert server.client.get("/debug/requests").json()["requests"] == []
+
+
+def test_a_stream_goes_on_without_its_reader_and_can_be_taken_up_again(server, client):
+    body = {"model": "model", "input": STORY, "temperature": 0, "max_output_tokens": 60, "background": True}
+    with server.client.stream("POST", "/v1/responses", json=body | {"stream": True}) as answer:
+        lines = answer.iter_lines()
+        first = [json.loads(line[6:]) for line in (next(lines) for _ in range(12)) if line.startswith("data: ")]
+    kinds = [event["type"] for event in first]
+    assert kinds[:3] == ["response.created", "response.queued", "response.in_progress"]
+    assert [event["response"]["status"] for event in first[:3]] == ["queued", "queued", "in_progress"]
+    path = f"/v1/responses/{first[0]['response']['id']}"
+    last = first[-1]["sequence_number"]
+    rest = events_of(server.client.get(path, params={"stream": "true", "starting_after": last}))
+    assert [event["sequence_number"] for event in first + rest] == list(range(len(first) + len(rest)))
+    assert rest[-1]["response"] == server.client.get(path).json()
+    text = "".join(e["delta"] for e in first + rest if e["type"] == "response.output_text.delta")
+    assert text == rest[-1]["response"]["output"][0]["content"][0]["text"]
+    assert events_of(server.client.get(path, params={"stream": "true"})) == first + rest
+    assert events_of(server.client.get(path, params={"stream": "true", "starting_after": 10_000})) == []
+    for query in ({"starting_after": 1}, {"stream": "true", "starting_after": "x"}):
+        refused = server.client.get(path, params=query)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "starting_after")
+
+
+def test_a_stream_ends_with_what_becomes_of_the_response(server, client):
+    body = {"model": "model", "input": STORY, "background": True, "stream": True, "ignore_eos": True}
+    with server.client.stream("POST", "/v1/responses", json=body) as answer:
+        lines = (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: "))
+        begun = next(lines)["response"]["id"]
+        wait_until(client, begun, "in_progress")
+        with server.engines_standing_still():
+            assert client.responses.cancel(begun).status == "cancelled"
+        *_, last = lines
+    assert (last["type"], last["response"]["status"]) == ("response.cancelled", "cancelled")
+
+
+def test_what_cannot_run_in_the_background_is_refused_at_once(server):
+    for body, param in (
+        ({"input": "a", "store": False}, "background"),
+        ({"input": "a", "temperature": -1}, "temperature"),
+        ({"input": "word " * 3000}, "input"),
+    ):
+        answer = server.client.post("/v1/responses", json=body | {"background": True})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_a_response_that_fails_says_so_and_can_be_asked_for():
+    store = ResponseStore()
+    body = ResponsesRequest(input="hi", background=True)
+    answer = responses.ResponsesAnswer(responses.chat_of(body, store), context("chatcmpl-1"), body, store)
+    events = answer.queued() + answer.failed(ApiError(500, "The engine failed."))
+    answer.keep()
+    kinds = [line[7:] for line in events.decode().splitlines() if line.startswith("event")]
+    assert kinds == ["response.created", "response.queued", "response.failed"]
+    kept = store.response("resp_1")
+    assert (kept["status"], kept["error"]["message"]) == ("failed", "The engine failed.")
+    with pytest.raises(ApiError, match="its status is failed"):
+        store.get("resp_1")
+
+
+def context(request_id):
+    return SimpleNamespace(request_id=request_id, model="m", prompts=[], tokenizer=None, reading=None, sampling=None)
+
+
+def test_a_record_is_bounded_and_a_reader_that_falls_behind_is_told():
+    async def trial():
+        record = EventRecord(20)
+        read = record.read()
+        record.add(b"event: a\n\nevent: b\n\n")
+        assert await anext(read) == b"event: a\n\nevent: b\n\n"
+        waiting = asyncio.ensure_future(anext(read))
+        await asyncio.sleep(0)
+        record.add(b"event: c\n\n")
+        assert await waiting == b"event: c\n\n"
+        record.add(b"event: d\n\nevent: e\n\nevent: f\n\n")
+        assert record.num_bytes == 20
+        with pytest.raises(ApiError, match="up to 3 are not kept"):
+            await anext(read)
+        record.end()
+        assert [chunk async for chunk in record.read(5)] == [b"event: f\n\n"]
+
+    asyncio.run(trial())
+
+
+def test_so_many_run_in_the_background_and_no_more(monkeypatch):
+    monkeypatch.setattr(background, "MAX_RUNNING", 0)
+    closed = []
+    job = SimpleNamespace(ticket=SimpleNamespace(close=lambda: closed.append(True)))
+    with pytest.raises(ApiError, match="of at most 0; try again") as caught:
+        BackgroundResponses(SimpleNamespace()).start(job, records=False)
+    assert caught.value.status == 503
+    assert closed == [True]
+
+
+def test_the_end_of_the_server_waits_for_no_response_in_the_background(tmp_path):
+    server = Server(tmp_path / "log", "--shutdown-timeout", "600")
+    try:
+        body = {"input": STORY, "background": True, "ignore_eos": True}
+        assert server.client.post("/v1/responses", json=body).json()["status"] == "queued"
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(120) == 0, server.log.read_text()
+    finally:
+        server.close()
