@@ -39,7 +39,7 @@
 #     virtual-steps            80  8B, decode steps, pages mapped ahead and in the step, beside paged
 #     virtual-growth          150  8B, the same of 1,000 sequences
 #     virtual-prompts         145  8B, time to the first token by when pages are mapped
-#     virtual-throughput      170  8B, tokens/s by rows, context and prompt length: paged, virtual, virtual by cuDNN
+#     virtual-throughput      190  8B, tokens/s by rows, context and prompt length: paged, virtual, virtual by cuDNN
 #     virtual-sharing          50  8B, two engines on one card
 #     virtual-mapping          30  pages mapped and unmapped a second
 #     virtual-sharegpt        180  8B, ShareGPT-like: paged, then virtual
