@@ -63,6 +63,12 @@ FOUND: dict[str, dict[str, Any]] = {
         **FOUR_EXPERTS,
     },
     "GLM-4.5's epsilon": {"model_type": "glm4_moe", "head_dim": 16, "n_routed_experts": 4, **FOUR_EXPERTS},
+    "GPT-NeoX's own names of what RoPE rotates": {
+        "model_type": "gpt_neox",
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 100,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    },
     "Phi-3's original length": {"model_type": "phi3", "rope_scaling": {"type": "yarn", **LONGROPE}},
 }
 
