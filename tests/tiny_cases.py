@@ -58,6 +58,17 @@ def tiny_models() -> list[TinyModel]:
         llama("mistral-full", "Mistral", num_key_value_heads=2, sliding_window=None, head_dim=32),
         llama("qwen2-tied", "Qwen2", num_key_value_heads=2, tie_word_embeddings=True),
         llama(
+            "ministral3",
+            "Ministral3",
+            num_key_value_heads=2,
+            head_dim=16,
+            tie_word_embeddings=True,
+            pad_token_id=0,
+            rope_parameters=yarn
+            | {"rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.1}
+            | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        ),
+        llama(
             "qwen2-window",
             "Qwen2",
             num_key_value_heads=1,

@@ -56,6 +56,7 @@ from jpaged.models.norms import (
     OnePlusRMSNorm,
     RMSNorm,
     RMSNormOfAllHeads,
+    UnscaledRMSNorm,
     WideRMSNorm,
 )
 from jpaged.models.parameters import Normal, parameter
@@ -64,6 +65,7 @@ from jpaged.models.registry import About, described_architectures, register, sup
 from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin_stream
 from jpaged.models.rope import Rope, parse_rope, window_rope, yarn_temperature
 from jpaged.models.states import DeltaState, LayerState, MambaState
+from jpaged.models.temperature import Temperature
 
 del _families
 
@@ -116,7 +118,9 @@ __all__ = [
     "SparseConfig",
     "SparseMLP",
     "Stream",
+    "Temperature",
     "TiedTensor",
+    "UnscaledRMSNorm",
     "Weights",
     "WideRMSNorm",
     "alibi_slopes",

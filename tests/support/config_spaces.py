@@ -229,6 +229,15 @@ def mamba_layers(chance: random.Random, config: Config) -> None:
     config[chance.choice(("layer_types", "layers_block_type"))] = kinds
 
 
+def _chunked_layers(chance: random.Random, config: Config) -> None:
+    layers = config["num_hidden_layers"]
+    said = chance.choice((..., [], None, [chance.randrange(2) for _ in range(layers)]))
+    if said is not ...:
+        config["no_rope_layers"] = said
+    if chance.random() < 0.3 and config.get("attention_chunk_size") is not None:
+        config["layer_types"] = [chance.choice(("full_attention", "chunked_attention")) for _ in range(layers)]
+
+
 def delta(chance: random.Random, config: Config) -> None:
     key_heads = chance.choice((1, 2))
     config |= {"linear_num_key_heads": key_heads, "linear_num_value_heads": key_heads * chance.choice((1, 2, 3))}
@@ -241,6 +250,16 @@ def delta(chance: random.Random, config: Config) -> None:
         config["layer_types"] = kinds
     else:
         config["full_attention_interval"] = chance.choice((1, 2))
+
+
+def _tempered_rotation(chance: random.Random, config: Config) -> None:
+    """Ministral 3's RoPE, whose parameters have the temperature of attention, too; at times left out."""
+    rotation("yarn")(chance, config)
+    for name in ("rope_scaling", "rope_parameters"):
+        if name in config:
+            config[name]["llama_4_scaling_beta"] = chance.choice((0.1, 0.5))
+    if chance.random() < 0.1:
+        config.pop("rope_scaling", None), config.pop("rope_parameters", None), config.pop("rope_theta", None)
 
 
 def by_kind(theta: str = "") -> Callable[[random.Random, Config], None]:
@@ -337,8 +356,33 @@ SPACES: dict[str, Space] = {
         *("LlamaForCausalLM", "llama", _QWEN | {"attention_bias": FLAG, "mlp_bias": FLAG, "pretraining_tp": (..., 1)}),
         (sizes(), rotation()),
     ),
+    "llama4": Space(
+        "Llama4ForCausalLM",
+        "llama4_text",
+        _QWEN
+        | {
+            "attention_bias": FLAG,
+            "use_qk_norm": FLAG,
+            "attention_chunk_size": (..., None, 48, 256),
+            "no_rope_layer_interval": (..., 2, 3),
+            "attn_temperature_tuning": FLAG,
+            "attn_scale": (..., 0.5),
+            "floor_scale": (..., 5, 16),
+            "moe_layers": (..., None, [], [1], [0, 1]),
+            "interleave_moe_layer_step": (..., 1, 2),
+            "intermediate_size_mlp": (40, 72),
+        },
+        (
+            *(sizes(dim="always"), rotation(), _chunked_layers),
+            experts(total=("num_local_experts",), top=("num_experts_per_tok",)),
+        ),
+    ),
     "mistral": Space(
         *("MistralForCausalLM", "mistral", _QWEN | {"sliding_window": (..., None, *WINDOW)}), (sizes(), rotation())
+    ),
+    "ministral3": Space(
+        *("Ministral3ForCausalLM", "ministral3", _QWEN | {"sliding_window": (..., None, *WINDOW)}),
+        (sizes(dim="always"), _tempered_rotation),
     ),
     "ministral": Space(
         *("MinistralForCausalLM", "ministral", _QWEN | {"sliding_window": (..., *WINDOW)}),

@@ -12,7 +12,8 @@ from jpaged.models.families.gpt_neox import GPTNeoXFamily
 from jpaged.models.families.gpt_oss import GptOssFamily
 from jpaged.models.families.gptj import GPTJFamily
 from jpaged.models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_MOE_SHARED
-from jpaged.models.families.llama import ERNIE45, LLAMA, MINISTRAL, MISTRAL, QWEN2, QWEN3, SEED_OSS
+from jpaged.models.families.llama import ERNIE45, LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, QWEN2, QWEN3, SEED_OSS
+from jpaged.models.families.llama4 import Llama4Family
 from jpaged.models.families.mpt import MptFamily
 from jpaged.models.families.olmo import OLMO2, OLMO3
 from jpaged.models.families.opt import OPTFamily
@@ -31,6 +32,15 @@ _MISTRAL = About(
     "Mistral",
     "Mistral 7B, NeMo, Small, Large; Ministral; of Mistral Small 3.1 and 3.2 the text part",
     "as Llama; sliding windows",
+)
+_MINISTRAL3 = About(
+    "Ministral 3", "3B, 8B, 14B; Devstral Small 2: the text part", "as Mistral; YaRN; temperature by position"
+)
+_LLAMA4 = About(
+    "Llama 4",
+    "Scout, Maverick: the text part",
+    "experts that read weighted inputs, one shared; RoPE or none by layer; temperature by position; the first chunk of"
+    " a context",
 )
 _QWEN = About("Qwen", "Qwen2, Qwen2.5, Qwen3", "as Llama; biases or norms of queries and keys; windows; tied head")
 _SEED_OSS = About("Seed-OSS", "36B, base and instruct", "as Llama; biases of q, k, v")
@@ -129,8 +139,11 @@ _OPT = About("OPT", "125M to 66B", "learned positions; norms before or after; pr
 _GPT2 = About("GPT-2", "124M to 1.5B; CodeParrot", "learned positions; joined q, k, v; scores scaled by layer")
 
 register("LlamaForCausalLM", LLAMA, _LLAMA)
+register("Llama4ForCausalLM", Llama4Family(), _LLAMA4)
+register("Llama4ForConditionalGeneration", Llama4Family(), _LLAMA4)
 register("MistralForCausalLM", MISTRAL, _MISTRAL)
 register("MinistralForCausalLM", MINISTRAL, _MISTRAL)
+register("Ministral3ForCausalLM", MINISTRAL3, _MINISTRAL3)
 register("Mistral3ForConditionalGeneration", MISTRAL, _MISTRAL)
 register("Qwen2ForCausalLM", QWEN2, _QWEN)
 register("Qwen3ForCausalLM", QWEN3, _QWEN)
