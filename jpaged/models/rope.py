@@ -139,6 +139,17 @@ def parse_rope(
     return rope, min(stretched.length, _LONGEST_CONTEXT)
 
 
+def without_image_sections(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config.json whose RoPE has no sections of positions in images: of text all sections have the same positions, so
+    that the rotation is the usual one."""
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(parameters := config.get(name), Mapping):
+            kept = {key: value for key, value in parameters.items() if not key.startswith("mrope_")}
+            kept |= {key: "default" for key in ("rope_type", "type") if kept.get(key) == "mrope"}
+            config = {**config, name: kept}
+    return config
+
+
 def window_rope(config: Mapping[str, Any], head_dim: int, theta: float) -> Rope:
     """The rotation of layers with a window, in models that stretch that of the other layers alone (Gemma 3, OLMo 3).
 

@@ -109,6 +109,8 @@ def test_whether_the_head_is_tied_is_said_of_the_whole_model_first(of_whole: boo
         ("qwen3_5_text", "qwen3.5"),
         ("llama4", "llama4-scout-style"),
         ("llama4_text", "llama4-scout-style"),
+        ("qwen2_5_vl", "qwen2-tied"),
+        ("qwen3_vl", "qwen3-tied-d64"),
     ],
 )
 def test_a_model_type_alone_is_enough(model_type: str, name: str) -> None:

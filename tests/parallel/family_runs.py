@@ -32,6 +32,7 @@ UNSPLIT |= {
 UNSPLIT |= {
     "llama4-maverick-style",
     "deepseek-v2",
+    "glm4.7-flash-style",
     "kimi-k2-style",
     "moonlight-style",
     "granite4-h-tiny",

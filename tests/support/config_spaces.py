@@ -199,6 +199,11 @@ def some_dense(chance: random.Random, config: Config) -> None:
         config["mlp_only_layers"] = chance.choice(([], [0], [1], [0, 1]))
 
 
+def _mlp_kinds(chance: random.Random, config: Config) -> None:
+    if chance.random() < 0.5:
+        config["mlp_layer_types"] = [chance.choice(("dense", "sparse")) for _ in range(config["num_hidden_layers"])]
+
+
 def latents(chance: random.Random, config: Config) -> None:
     heads = chance.choice((1, 2, 3, 4))
     config |= {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": 48 if heads == 3 else 64}
@@ -700,6 +705,14 @@ SPACES: dict[str, Space] = {
         (
             *(latents, rotation("default", "yarn", "linear", columns="qk_rope_head_dim")),
             experts(**_SPLIT_EXPERTS, **_SIGMOID | {"topk_method": (..., "noaux_tc")}),
+            groups,
+        ),
+    ),
+    "glm4_moe_lite": Space(
+        *("Glm4MoeLiteForCausalLM", "glm4_moe_lite", _QWEN | {"attention_bias": FLAG, "rope_interleave": FLAG}),
+        (
+            *(latents, rotation("default", "yarn", "linear", columns="qk_rope_head_dim"), _mlp_kinds),
+            experts(**_SPLIT_EXPERTS, **_SIGMOID),
             groups,
         ),
     ),

@@ -3,7 +3,7 @@
 from jpaged.models.families.bamba import BambaFamily
 from jpaged.models.families.bloom import BloomFamily
 from jpaged.models.families.cohere import COHERE, COHERE2
-from jpaged.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from jpaged.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from jpaged.models.families.falcon import FalconFamily
 from jpaged.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from jpaged.models.families.glm import GLM, GLM4
@@ -43,6 +43,7 @@ _LLAMA4 = About(
     " a context",
 )
 _QWEN = About("Qwen", "Qwen2, Qwen2.5, Qwen3", "as Llama; biases or norms of queries and keys; windows; tied head")
+_QWEN_VL = About("Qwen-VL", "Qwen2-VL, Qwen2.5-VL, Qwen3-VL: the text part", "as Qwen")
 _SEED_OSS = About("Seed-OSS", "36B, base and instruct", "as Llama; biases of q, k, v")
 _ERNIE45 = About("ERNIE 4.5", "0.3B, base and post-trained", "as Llama; interleaved RoPE; tied head")
 _GEMMA = About("Gemma", "Gemma 2B, 7B; CodeGemma", "norms times 1 + w; scaled embeddings; gated GELU; tied head")
@@ -135,6 +136,9 @@ _DEEPSEEK_V3 = About(
     "DeepSeek-V3, V3.1, R1; Kimi K2; Moonlight",
     "as DeepSeek-V2; experts chosen by a sigmoid with a bias, in groups",
 )
+_GLM47_FLASH = About(
+    "GLM-4.7-Flash", "30B-A3B", "as DeepSeek-V3; every layer but the first has experts, or as config.json says"
+)
 _OPT = About("OPT", "125M to 66B", "learned positions; norms before or after; projected embeddings (350M)")
 _GPT2 = About("GPT-2", "124M to 1.5B; CodeParrot", "learned positions; joined q, k, v; scores scaled by layer")
 
@@ -147,6 +151,9 @@ register("Ministral3ForCausalLM", MINISTRAL3, _MINISTRAL3)
 register("Mistral3ForConditionalGeneration", MISTRAL, _MISTRAL)
 register("Qwen2ForCausalLM", QWEN2, _QWEN)
 register("Qwen3ForCausalLM", QWEN3, _QWEN)
+register("Qwen2VLForConditionalGeneration", QWEN2, _QWEN_VL)
+register("Qwen2_5_VLForConditionalGeneration", QWEN2, _QWEN_VL)
+register("Qwen3VLForConditionalGeneration", QWEN3, _QWEN_VL)
 register("SeedOssForCausalLM", SEED_OSS, _SEED_OSS)
 register("Ernie4_5ForCausalLM", ERNIE45, _ERNIE45)
 register("GemmaForCausalLM", GEMMA, _GEMMA)
@@ -183,6 +190,7 @@ register("Dots1ForCausalLM", DOTS1, _DOTS1)
 register("Glm4MoeForCausalLM", GLM4_MOE, _GLM4_MOE)
 register("DeepseekV2ForCausalLM", DEEPSEEK_V2, _DEEPSEEK_V2)
 register("DeepseekV3ForCausalLM", DEEPSEEK_V3, _DEEPSEEK_V3)
+register("Glm4MoeLiteForCausalLM", GLM4_MOE_LITE, _GLM47_FLASH)
 register("GptOssForCausalLM", GptOssFamily(), _GPT_OSS)
 register("Qwen3NextForCausalLM", QWEN3_NEXT, _QWEN3_NEXT)
 register("Qwen3_5ForCausalLM", QWEN35, _QWEN35)

@@ -22,7 +22,7 @@ from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
 from jpaged.models.norms import RMSNorm
 from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin_stream
-from jpaged.models.rope import Rope, parse_rope
+from jpaged.models.rope import Rope, parse_rope, without_image_sections
 from jpaged.models.temperature import Temperature
 
 _ROPE_OF_MINISTRAL3 = {
@@ -166,6 +166,35 @@ class MistralFamily(LlamaFamily):
         return self.reads(text)
 
 
+@dataclass(frozen=True)
+class QwenFamily(LlamaFamily):
+    """Qwen, also as the text part of a Qwen-VL, whose config.json may be flat.
+
+    text: the architecture of text. others: model_types of the multimodal ones. parts: of their text parts.
+    usual: what those leave out.
+    """
+
+    text: str
+    other_types: tuple[str, ...]
+    parts: tuple[str, ...]
+    usual: tuple[tuple[str, Any], ...]
+
+    derived_tensors = r"rotary_emb\.inv_freq$|^(model\.)?visual\."
+    aliases = TEXT_PART_NAMES
+
+    def read_config(self, read: ConfigReader) -> LlamaConfig:
+        if "text_config" in read.config:
+            text = read.text_part(self.text)
+            if text.config.get("model_type") not in (None, self.model_type, *self.parts):
+                text.refuse(("model_type", self.parts[0]))
+        elif read.config.get("model_type") in self.other_types:
+            text = ConfigReader(self.text, {**read.config, "architectures": [self.text]}, read.max_model_len)
+        else:
+            return self.reads(read)
+        text = text.with_defaults(**dict(self.usual))
+        return self.reads(ConfigReader(self.text, without_image_sections(text.config), text.max_model_len, text.source))
+
+
 def _fields(
     read: ConfigReader,
     *,
@@ -286,7 +315,17 @@ LLAMA = LlamaFamily("llama", _read_llama)
 MISTRAL = MistralFamily("mistral", _read_mistral)
 MINISTRAL = LlamaFamily("ministral", _read_ministral)
 MINISTRAL3 = MistralFamily("ministral3", _read_ministral3)
-QWEN2 = LlamaFamily("qwen2", _read_qwen2)
-QWEN3 = LlamaFamily("qwen3", _read_qwen3)
+QWEN2 = QwenFamily(
+    *("qwen2", _read_qwen2, "Qwen2ForCausalLM"),
+    other_types=("qwen2_5_vl", "qwen2_vl"),
+    parts=("qwen2_5_vl_text", "qwen2_vl_text"),
+    usual=(("num_key_value_heads", 8), ("rms_norm_eps", 1e-5), ("rope_theta", 1e6)),
+)
+QWEN3 = QwenFamily(
+    *("qwen3", _read_qwen3, "Qwen3ForCausalLM"),
+    other_types=("qwen3_vl",),
+    parts=("qwen3_vl_text",),
+    usual=(("rope_theta", 500000.0), ("max_position_embeddings", 128000)),
+)
 SEED_OSS = LlamaFamily("seed_oss", _read_seed_oss)
 ERNIE45 = LlamaFamily("ernie4_5", _read_ernie)
