@@ -7,8 +7,8 @@ from tests.tiny_cases import MAX_LENGTH, WINDOW, TinyModel, llama, sparse
 
 
 def models_of_blocks() -> list[TinyModel]:
-    """The families whose layers are `jpaged.models.blocks`, with the features of their published configurations; and
-    GLM-4.5, which takes the same paths."""
+    """The families whose layers are `jpaged.models.blocks`, with the features of their published configurations; of
+    sparse Llamas those that have more than the ones in `tests/tiny_cases.py`."""
     window = {"sliding_window": WINDOW}
     gemma = {
         "num_key_value_heads": 2,
@@ -220,6 +220,28 @@ def models_of_blocks() -> list[TinyModel]:
             pad_token_id=0,
             **window,
         ),
+        _of(
+            "exaone4-32b-style",
+            "exaone4",
+            "Exaone4ForCausalLM",
+            layer_types=["sliding_attention", "full_attention"],
+            sliding_window_pattern="LLLG",
+            num_key_value_heads=2,
+            rope_theta=1e6,
+            pad_token_id=0,
+            **window,
+        ),
+        _of(
+            "exaone4-1.2b-style",
+            "exaone4",
+            "Exaone4ForCausalLM",
+            layer_types=["full_attention"] * 2,
+            sliding_window_pattern=None,
+            sliding_window=None,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+            pad_token_id=0,
+        ),
         _of("granite", "granite", "GraniteForCausalLM", tie_word_embeddings=True, attention_bias=True, **multipliers),
         _of("granite-moe", "granite", "GraniteMoeForCausalLM", **granite_moe, **granite_experts),
         _of(
@@ -338,6 +360,24 @@ def models_of_blocks() -> list[TinyModel]:
         _of("bloom", "bloom", "BloomForCausalLM", n_head=4, layer_norm_epsilon=1e-5, **bloom),
         _of("mpt", "mpt", "MptForCausalLM", n_heads=4, attn_config={"alibi": True}, **mpt),
         _of("mpt-30b-style", "mpt", "MPTForCausalLM", n_heads=8, attn_config={"clip_qkv": 1.5, "alibi": True}, **mpt),
+        sparse(
+            "olmoe",
+            "Olmoe",
+            model_type="olmoe",
+            num_experts=8,
+            num_experts_per_tok=3,
+            num_key_value_heads=4,
+            rms_norm_eps=1e-5,
+        ),
+        sparse(
+            "minimax-m2",
+            "MiniMaxM2",
+            model_type="minimax_m2",
+            num_local_experts=8,
+            num_experts_per_tok=3,
+            rotary_dim=8,
+            rope_theta=5e6,
+        ),
         sparse("glm4.5-air-style", "Glm4Moe", **glm45, routed_scaling_factor=1.0),
         sparse("glm4.5-style", "Glm4Moe", **glm45, use_qk_norm=True, routed_scaling_factor=2.5),
         _of("gpt-oss-20b-style", "gpt_oss", "GptOssForCausalLM", num_local_experts=8, swiglu_limit=7.0, **gpt_oss),

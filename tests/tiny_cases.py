@@ -143,9 +143,9 @@ def llama(name: str, family: str = "Llama", **changes: Any) -> TinyModel:
 
 
 def sparse(name: str, family: str, **changes: Any) -> TinyModel:
-    changes = {"num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 40} | changes
-    model_type = family.lower().replace("moe", "_moe")
-    return replace(llama(name, family, model_type=model_type, **changes), family="sparse_llama")
+    sizes = {"num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 40}
+    changes = {"model_type": family.lower().replace("moe", "_moe")} | sizes | changes
+    return replace(llama(name, family, **changes), family="sparse_llama")
 
 
 def _opt(name: str, **changes: Any) -> TinyModel:

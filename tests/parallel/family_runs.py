@@ -32,6 +32,8 @@ UNSPLIT |= {
 UNSPLIT |= {
     "llama4-maverick-style",
     "deepseek-v2",
+    "exaone4-1.2b-style",
+    "olmoe",
     "glm4.7-flash-style",
     "kimi-k2-style",
     "moonlight-style",

@@ -234,6 +234,12 @@ def mamba_layers(chance: random.Random, config: Config) -> None:
     config[chance.choice(("layer_types", "layers_block_type"))] = kinds
 
 
+def _rotary_dim(chance: random.Random, config: Config) -> None:
+    """The published name of what is rotated."""
+    if chance.random() < 0.5:
+        config["rotary_dim"] = chance.choice((4, 8))
+
+
 def _chunked_layers(chance: random.Random, config: Config) -> None:
     layers = config["num_hidden_layers"]
     said = chance.choice((..., [], None, [chance.randrange(2) for _ in range(layers)]))
@@ -470,6 +476,10 @@ SPACES: dict[str, Space] = {
         ),
         (sizes(dim="none"), by_kind(), layer_kinds()),
     ),
+    "exaone4": Space(
+        *("Exaone4ForCausalLM", "exaone4", _QWEN | {"sliding_window": (..., None, *WINDOW), "pad_token_id": (0,)}),
+        (sizes(), rotation(), layer_kinds(pattern="sliding_window_pattern")),
+    ),
     "granite": Space(
         *("GraniteForCausalLM", "granite", _GRANITE | {"mlp_bias": FLAG}), (sizes(dim="none"), rotation())
     ),
@@ -672,6 +682,21 @@ SPACES: dict[str, Space] = {
                 **_QWEN_EXPERTS,
                 norm_topk_prob=FLAG,
             ),
+        ),
+    ),
+    "olmoe": Space(
+        *("OlmoeForCausalLM", "olmoe", _QWEN | {"attention_bias": FLAG, "clip_qkv": (..., None)}),
+        (
+            sizes(dim="none"),
+            rotation(),
+            experts(total=("num_experts",), top=("num_experts_per_tok",), norm_topk_prob=FLAG),
+        ),
+    ),
+    "minimax_m2": Space(
+        *("MiniMaxM2ForCausalLM", "minimax_m2", _QWEN),
+        (
+            *(sizes(dim="always"), rotation(partial=True), _rotary_dim),
+            experts(total=("num_local_experts",), top=("num_experts_per_tok",)),
         ),
     ),
     "dots1": Space(
