@@ -153,14 +153,14 @@ def without_image_sections(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def window_rope(config: Mapping[str, Any], head_dim: int, theta: float) -> Rope:
     """The rotation of layers with a window, in models that stretch that of the other layers alone (Gemma 3, OLMo 3).
 
-    theta: where config.json does not describe the rotations of both kinds of layers.
+    theta: where config.json says none of these layers.
 
     Raises: as `parse_rope`.
     """
     parameters = config.get("rope_parameters")
     by_kind = isinstance(parameters, Mapping) and any(isinstance(value, Mapping) for value in parameters.values())
-    described = {"rope_parameters": parameters} if by_kind else {"rope_theta": theta}
-    return parse_rope(described, head_dim, _LONGEST_CONTEXT, layers="sliding_attention")[0]
+    described = {"rope_parameters": parameters} if by_kind else {}
+    return parse_rope(described, head_dim, _LONGEST_CONTEXT, layers="sliding_attention", theta=theta)[0]
 
 
 def _rotated_columns(fraction: Any, head_dim: int) -> int:

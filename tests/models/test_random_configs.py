@@ -45,6 +45,21 @@ FOUND: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "OLMo 3's theta of layers with windows, left out among those of both kinds": {
+        "model_type": "olmo3",
+        "rope_theta": 100,
+        "rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}},
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "Gemma 3's theta of layers with windows, left out among those of both kinds": {
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "rope_local_base_freq": 100.0,
+        "rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}},
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "SmolLM3's windows by layer types alone": {
         "model_type": "smollm3",
         "sliding_window": 5,

@@ -167,6 +167,12 @@ def layer_kinds(*, default: float = 0.5, pattern: str = "") -> Callable[[random.
     return add
 
 
+def _no_windows_of_nothing(chance: random.Random, config: Config) -> None:
+    """Of Qwen2-MoE: layers that are to have windows, where windows are switched off, see nothing in transformers."""
+    if not config.get("use_sliding_window"):
+        config.pop("layer_types", None)
+
+
 def experts(**fields: tuple[Any, ...]) -> Callable[[random.Random, Config], None]:
     """fields: `total`, `top` and `size` name the entries; others are as of `Space`."""
 
@@ -293,6 +299,9 @@ def by_kind(theta: str = "") -> Callable[[random.Random, Config], None]:
             full = parameters | ({"rope_theta": 1e6} if chance.random() < 0.6 else {})
             local = {"rope_type": "default"} | ({"rope_theta": 1000.0} if chance.random() < 0.6 else {})
             config["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
+            for name in filter(None, ("rope_theta", theta)):
+                if chance.random() < 0.3:
+                    config[name] = chance.choice((100.0, 20000.0))
 
     return add
 
@@ -666,7 +675,7 @@ SPACES: dict[str, Space] = {
     "qwen2_moe": Space(
         *("Qwen2MoeForCausalLM", "qwen2_moe", _QWEN | _WINDOWS | {"qkv_bias": FLAG}),
         (
-            *(sizes(), rotation(), layer_kinds(default=0.7), some_dense),
+            *(sizes(), rotation(), layer_kinds(default=0.7), _no_windows_of_nothing, some_dense),
             experts(
                 **_QWEN_EXPERTS,
                 norm_topk_prob=FLAG,
