@@ -250,9 +250,13 @@ def _linear(p: _Parameters) -> _Stretched:
 
 def _llama3(p: _Parameters) -> _Stretched:
     """Llama 3.1 (`_compute_llama3_parameters` in transformers): divides the low frequencies by the factor, leaves the
-    high ones, and blends in between."""
-    low = p.number("low_freq_factor")
-    high = p.number("high_freq_factor", above=low)
+    high ones, and blends in between. In Llama 4 Scout nothing is in between."""
+    low, high = p.number("low_freq_factor"), p.number("high_freq_factor")
+    if high < low:
+        raise CheckpointError(
+            f"config.json: RoPE of type 'llama3' needs a high_freq_factor ({high}) of at least its low_freq_factor"
+            f" ({low})."
+        )
     factor = p.number("factor")
     plain = _plain_frequencies(p)
     wavelengths = np.float32(2 * math.pi) / plain
@@ -261,7 +265,7 @@ def _llama3(p: _Parameters) -> _Stretched:
     frequencies = np.where(
         wavelengths > p.original_length / low,
         plain / np.float32(factor),
-        np.where(wavelengths < p.original_length / high, plain, blended),
+        np.where(wavelengths <= p.original_length / high, plain, blended),
     )
     return _Stretched(frequencies.astype(np.float32), p.length)
 

@@ -175,6 +175,10 @@ def test_unimplemented_features_of_other_families_are_refused_too(
         ({"rms_norm_eps": None}, "rms_norm_eps"),
         ({"eos_token_id": ["</s>"]}, "eos_token_id"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}},
+            r"high_freq_factor \(1\) of at least its low_freq_factor \(4\)",
+        ),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "short_factor"),
         ({"rope_scaling": "linear"}, "rope_scaling"),
     ],

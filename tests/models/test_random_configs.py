@@ -35,6 +35,11 @@ OF_LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 
 FOUND: dict[str, dict[str, Any]] = {
     "one of YaRN's two weights": {"model_type": "llama", "rope_scaling": YARN | {"mscale_all_dim": 0.5}},
+    "Llama 4 Scout's factors of low and high frequencies": {
+        "model_type": "llama",
+        "rope_scaling": {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
+        | {"original_max_position_embeddings": 16},
+    },
     "another name of SiLU": {"model_type": "llama", "hidden_act": "swish"},
     "Gemma 2's exact GELU": {"model_type": "gemma2", "head_dim": 16, "hidden_activation": "gelu"},
     "Gemma 3's soft cap of attention": {"model_type": "gemma3_text", "head_dim": 16, "attn_logit_softcapping": 2.0},

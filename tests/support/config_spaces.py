@@ -132,7 +132,7 @@ def stretch(chance: random.Random, kind: str, columns: int, config: Config) -> C
     if kind in ("linear", "dynamic"):
         found["factor"] = chance.choice((2, 2.0, 3.5))
     elif kind == "llama3":
-        found |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": chance.choice((4, 2.0))}
+        found |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": chance.choice((4, 2.0, 1.0))}
         found |= {"original_max_position_embeddings": max(16, length // 2)}
     elif kind == "yarn":
         original = chance.choice((..., 16, 24))
