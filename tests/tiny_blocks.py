@@ -7,8 +7,8 @@ from tests.tiny_cases import MAX_LENGTH, WINDOW, TinyModel, llama, sparse
 
 
 def models_of_blocks() -> list[TinyModel]:
-    """The families whose layers are `jpaged.models.blocks`, with the features of their published configurations; and
-    GLM-4.5, which takes the same paths."""
+    """The families whose layers are `jpaged.models.blocks`, with the features of their published configurations; of
+    sparse Llamas those that have more than the ones in `tests/tiny_cases.py`."""
     window = {"sliding_window": WINDOW}
     gemma = {
         "num_key_value_heads": 2,
@@ -117,6 +117,18 @@ def models_of_blocks() -> list[TinyModel]:
         "pad_token_id": 0,
         **window,
     }
+    llama4 = {
+        "model_type": "llama4_text",
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 40,
+        "intermediate_size_mlp": 112,
+        "num_local_experts": 8,
+        "attention_chunk_size": MAX_LENGTH,
+        "floor_scale": 16,
+        "attn_scale": 0.3,
+        "pad_token_id": 0,
+    }
     next_layers = {
         "num_key_value_heads": 2,
         "head_dim": 32,
@@ -155,9 +167,45 @@ def models_of_blocks() -> list[TinyModel]:
         _mla("deepseek-v3", "V3", num_experts_per_tok=4, rope_scaling=_mla_yarn(mscale=1.0, mscale_all_dim=1.0)),
         _mla("kimi-k2-style", "V3", num_experts_per_tok=8, n_group=1, rope_scaling=_mla_yarn(factor=32, beta_fast=1)),
         _mla("moonlight-style", "V3", q_lora_rank=None, num_experts_per_tok=6, n_group=1, rope_scaling=None),
+        _mla(
+            "glm4.7-flash-style",
+            "V3",
+            architectures=["Glm4MoeLiteForCausalLM"],
+            model_type="glm4_moe_lite",
+            num_experts_per_tok=4,
+            n_group=1,
+            mlp_layer_types=["dense", "sparse"],
+            rope_scaling=None,
+            rope_theta=1e6,
+        ),
         _of("gemma", "gemma", "GemmaForCausalLM", **gemma | {"hidden_activation": None, "hidden_act": "gelu"}),
         _of("gemma2", "gemma", "Gemma2ForCausalLM", **gemma2),
         _of("gemma3", "gemma", "Gemma3ForCausalLM", rope_scaling={"rope_type": "linear", "factor": 8.0}, **gemma3),
+        _of(
+            "llama4-scout-style",
+            "llama4",
+            "Llama4ForCausalLM",
+            no_rope_layers=[1, 0],
+            num_experts_per_tok=1,
+            rope_theta=500000.0,
+            rope_scaling={
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            **llama4,
+        ),
+        _of(
+            "llama4-maverick-style",
+            "llama4",
+            "Llama4ForCausalLM",
+            num_hidden_layers=4,
+            interleave_moe_layer_step=2,
+            use_qk_norm=False,
+            **llama4 | {"num_local_experts": 16, "num_experts_per_tok": 2, "attention_bias": True},
+        ),
         _of("phi3-window", "phi3", "Phi3ForCausalLM", **phi, **window),
         _of("phi4-mini", "phi3", "Phi3ForCausalLM", **phi4_mini),
         _of("olmo2", "olmo", "Olmo2ForCausalLM", num_key_value_heads=2, rope_theta=5e5, pad_token_id=0),
@@ -171,6 +219,28 @@ def models_of_blocks() -> list[TinyModel]:
             rope_scaling=yarn,
             pad_token_id=0,
             **window,
+        ),
+        _of(
+            "exaone4-32b-style",
+            "exaone4",
+            "Exaone4ForCausalLM",
+            layer_types=["sliding_attention", "full_attention"],
+            sliding_window_pattern="LLLG",
+            num_key_value_heads=2,
+            rope_theta=1e6,
+            pad_token_id=0,
+            **window,
+        ),
+        _of(
+            "exaone4-1.2b-style",
+            "exaone4",
+            "Exaone4ForCausalLM",
+            layer_types=["full_attention"] * 2,
+            sliding_window_pattern=None,
+            sliding_window=None,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+            pad_token_id=0,
         ),
         _of("granite", "granite", "GraniteForCausalLM", tie_word_embeddings=True, attention_bias=True, **multipliers),
         _of("granite-moe", "granite", "GraniteMoeForCausalLM", **granite_moe, **granite_experts),
@@ -290,6 +360,24 @@ def models_of_blocks() -> list[TinyModel]:
         _of("bloom", "bloom", "BloomForCausalLM", n_head=4, layer_norm_epsilon=1e-5, **bloom),
         _of("mpt", "mpt", "MptForCausalLM", n_heads=4, attn_config={"alibi": True}, **mpt),
         _of("mpt-30b-style", "mpt", "MPTForCausalLM", n_heads=8, attn_config={"clip_qkv": 1.5, "alibi": True}, **mpt),
+        sparse(
+            "olmoe",
+            "Olmoe",
+            model_type="olmoe",
+            num_experts=8,
+            num_experts_per_tok=3,
+            num_key_value_heads=4,
+            rms_norm_eps=1e-5,
+        ),
+        sparse(
+            "minimax-m2",
+            "MiniMaxM2",
+            model_type="minimax_m2",
+            num_local_experts=8,
+            num_experts_per_tok=3,
+            rotary_dim=8,
+            rope_theta=5e6,
+        ),
         sparse("glm4.5-air-style", "Glm4Moe", **glm45, routed_scaling_factor=1.0),
         sparse("glm4.5-style", "Glm4Moe", **glm45, use_qk_norm=True, routed_scaling_factor=2.5),
         _of("gpt-oss-20b-style", "gpt_oss", "GptOssForCausalLM", num_local_experts=8, swiglu_limit=7.0, **gpt_oss),

@@ -58,6 +58,17 @@ def tiny_models() -> list[TinyModel]:
         llama("mistral-full", "Mistral", num_key_value_heads=2, sliding_window=None, head_dim=32),
         llama("qwen2-tied", "Qwen2", num_key_value_heads=2, tie_word_embeddings=True),
         llama(
+            "ministral3",
+            "Ministral3",
+            num_key_value_heads=2,
+            head_dim=16,
+            tie_word_embeddings=True,
+            pad_token_id=0,
+            rope_parameters=yarn
+            | {"rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.1}
+            | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        ),
+        llama(
             "qwen2-window",
             "Qwen2",
             num_key_value_heads=1,
@@ -132,9 +143,9 @@ def llama(name: str, family: str = "Llama", **changes: Any) -> TinyModel:
 
 
 def sparse(name: str, family: str, **changes: Any) -> TinyModel:
-    changes = {"num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 40} | changes
-    model_type = family.lower().replace("moe", "_moe")
-    return replace(llama(name, family, model_type=model_type, **changes), family="sparse_llama")
+    sizes = {"num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 40}
+    changes = {"model_type": family.lower().replace("moe", "_moe")} | sizes | changes
+    return replace(llama(name, family, **changes), family="sparse_llama")
 
 
 def _opt(name: str, **changes: Any) -> TinyModel:

@@ -125,7 +125,7 @@ def torch_model(case: TinyModel) -> Any:
             weight.copy_(torch.from_numpy(_draw_parameter(case, name, tuple(weight.shape))))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
-                buffer.copy_(torch.from_numpy(draw(case, name, tuple(buffer.shape))))
+                buffer.copy_(torch.from_numpy(_draw_parameter(case, name, tuple(buffer.shape))))
     return model
 
 
@@ -133,7 +133,7 @@ def _draw_parameter(case: TinyModel, name: str, shape: tuple[int, ...]) -> np.nd
     """The weights of a parameter of transformers', which holds all experts where a checkpoint has a tensor for each."""
     if case.family == "gpt_neox":  # whose head has another name in checkpoints
         name = name.replace("lm_head", "embed_out")
-    if case.family == "gpt_oss":  # whose checkpoints hold all experts in one
+    if case.family in ("gpt_oss", "llama4"):  # whose checkpoints hold all experts in one
         return draw(case, name, shape)
     if case.family == "granite":  # likewise, under other names
         names = {"experts.gate_up_proj": "input_linear.weight", "experts.down_proj": "output_linear.weight"}
@@ -141,8 +141,9 @@ def _draw_parameter(case: TinyModel, name: str, shape: tuple[int, ...]) -> np.nd
         block, _, part = name.partition(".block_sparse_moe.")
         return draw(case, f"{block}.block_sparse_moe.{names[part]}" if part else name, shape)
     prefix, _, part = name.rpartition(".experts.")
-    if case.config["model_type"] == "mixtral":
-        prefix, name = prefix.replace(".mlp", ".block_sparse_moe"), name.replace(".mlp.gate", ".block_sparse_moe.gate")
+    if case.config["model_type"] in ("mixtral", "minimax_m2"):
+        prefix, name = (one.replace(".mlp.", ".block_sparse_moe.") for one in (f"{prefix}.", name))
+        prefix = prefix.removesuffix(".")
         names = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
     else:
         names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}

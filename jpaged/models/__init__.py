@@ -56,14 +56,16 @@ from jpaged.models.norms import (
     OnePlusRMSNorm,
     RMSNorm,
     RMSNormOfAllHeads,
+    UnscaledRMSNorm,
     WideRMSNorm,
 )
 from jpaged.models.parameters import Normal, parameter
 from jpaged.models.recurrence import Recurrence
 from jpaged.models.registry import About, described_architectures, register, supported_architectures
 from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin_stream
-from jpaged.models.rope import Rope, parse_rope, window_rope, yarn_temperature
+from jpaged.models.rope import Rope, parse_rope, window_rope, without_image_sections, yarn_temperature
 from jpaged.models.states import DeltaState, LayerState, MambaState
+from jpaged.models.temperature import Temperature
 
 del _families
 
@@ -116,7 +118,9 @@ __all__ = [
     "SparseConfig",
     "SparseMLP",
     "Stream",
+    "Temperature",
     "TiedTensor",
+    "UnscaledRMSNorm",
     "Weights",
     "WideRMSNorm",
     "alibi_slopes",
@@ -143,5 +147,6 @@ __all__ = [
     "sigmoid_routing",
     "supported_architectures",
     "window_rope",
+    "without_image_sections",
     "yarn_temperature",
 ]

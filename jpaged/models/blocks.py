@@ -31,21 +31,32 @@ from jpaged.models.norms import HeadNorms, Norm
 from jpaged.models.recurrence import RecurrentLayer
 from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin_stream
 from jpaged.models.rope import Rope, parse_rope
+from jpaged.models.temperature import Temperature
 
-Rotations = tuple[tuple[jax.Array, jax.Array], ...]
-"""cos and sin of the tokens, of each of a model's ropes (`Rope.table`)."""
+
+class Places(NamedTuple):
+    """What layers read of the tokens' positions.
+
+    rotations: cos and sin, of each of a model's ropes (`Rope.table`).
+    temperature: what queries are multiplied by (`Temperature.of`), where the model has one.
+    """
+
+    rotations: tuple[tuple[jax.Array, jax.Array], ...]
+    temperature: jax.Array | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(ModelConfig):
     """norm_eps: of all norms. activation: of the MLPs.
     ropes: the rotations that layers have. layer_ropes: which of them, for each layer; None for no rotation.
+    temperature: of attention, in the layers whose blocks are `tempered`.
     """
 
     norm_eps: float
     activation: str
     ropes: tuple[Rope, ...] = ()
     layer_ropes: tuple[int | None, ...] = ()
+    temperature: Temperature | None = None
 
     @property
     def columns(self) -> tuple[int, ...]:
@@ -99,6 +110,7 @@ class SequentialBlock(nnx.Module):
     after_attention, after_mlp: of what they give, before it is added; None for none.
     query_norm, key_norm: of each query and key. head_norms: instead of these. See `Attention`.
     rope: which of the rotations; None for none.
+    tempered: queries are multiplied by the model's temperature, if it has one.
     residual_scale: multiplies what attention and MLP give.
     """
 
@@ -115,19 +127,21 @@ class SequentialBlock(nnx.Module):
         key_norm: Norm | None = None,
         head_norms: HeadNorms | None = None,
         rope: int | None = 0,
+        tempered: bool = False,
         residual_scale: float = 1.0,
     ) -> None:
         self.attention, self.mlp = attention, mlp
         self.attention_norm, self.mlp_norm = attention_norm, mlp_norm
         self.after_attention, self.after_mlp = after_attention, after_mlp
         self.query_norm, self.key_norm, self.head_norms = query_norm, key_norm, head_norms
-        self.rope, self.residual_scale = rope, residual_scale
+        self.rope, self.tempered, self.residual_scale = rope, tempered, residual_scale
 
-    def __call__(self, stream: Stream, rotations: Rotations, attend: Attend) -> None:
-        rotation = None if self.rope is None else rotations[self.rope]
+    def __call__(self, stream: Stream, places: Places, attend: Attend) -> None:
+        rotation = None if self.rope is None else places.rotations[self.rope]
         pair = None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
         read = self._read(stream, self.attention_norm, self.attention)
-        given = self.attention(read, attend, rotation, self.head_norms or pair, stream.backend)
+        tempered = {"temperature": places.temperature} if self.tempered else {}
+        given = self.attention(read, attend, rotation, self.head_norms or pair, stream.backend, **tempered)
         self._add(stream, given, self.after_attention)
         read = self._read(stream, self.mlp_norm, self.mlp)
         given = (
@@ -170,8 +184,8 @@ class ParallelBlock(nnx.Module):
         self.attention_norm, self.mlp_norm, self.head_norms = attention_norm, mlp_norm, head_norms
         self.rope = rope
 
-    def __call__(self, stream: Stream, rotations: Rotations, attend: Attend) -> None:
-        rotation = None if self.rope is None else rotations[self.rope]
+    def __call__(self, stream: Stream, places: Places, attend: Attend) -> None:
+        rotation = None if self.rope is None else places.rotations[self.rope]
         normed = stream.normed(self.attention_norm)
         of_mlp = normed if self.mlp_norm is None else stream.normed(self.mlp_norm)
         given = self.attention(normed, attend, rotation, self.head_norms, stream.backend)
@@ -216,7 +230,8 @@ class Decoder(nnx.Module):
         head_bias: bool = False,
     ) -> None:
         vocab, hidden = config.vocab_size, config.hidden_size
-        self.ropes, self.collectives, self.scales = config.ropes, collectives, scales
+        self.ropes, self.temperature = config.ropes, config.temperature
+        self.collectives, self.scales = collectives, scales
         self.embedding = Embedding(vocab, hidden, hidden**-0.5, dtype, rngs)
         self.embedding_norm = embedding_norm
         self.layers = nnx.List(block(layer) for layer in range(config.num_layers))
@@ -227,13 +242,14 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens: jax.Array, positions: jax.Array, attend: Attend | list[Any], kernels: Kernels = PLAIN_XLA
     ) -> jax.Array:
-        rotations = tuple(rope.table(positions) for rope in self.ropes)
+        temperature = None if self.temperature is None else self.temperature.of(positions)
+        places = Places(tuple(rope.table(positions) for rope in self.ropes), temperature)
         # A shard that does not have a token gives zeros for it, so scaling its part rounds as scaling the whole.
         rows = times(self.embedding.lookup(tokens, self.collectives), self.scales.embedding)
         stream = begin_stream(rows, self.collectives, kernels)
         if self.embedding_norm is not None:
             stream.replace(stream.normed(self.embedding_norm))
-        run_layers(self.layers, stream, (rotations,), attend)
+        run_layers(self.layers, stream, (places,), attend)
         return stream.normed(self.norm)
 
     def logits(self, hidden: jax.Array) -> jax.Array:

@@ -152,17 +152,19 @@ class ConfigReader:
             if value is not None and value != only:
                 raise UnsupportedModelError(f"config.json: {name}={shown(value)} is not supported, only {only!r}.")
 
-    def layer_kinds(self, num_layers: int) -> tuple[str, ...] | None:
-        """ "layer_types": for each layer "full_attention" or "sliding_attention"; None where it is not said."""
+    def layer_kinds(
+        self, num_layers: int, supported: tuple[str, ...] = ("full_attention", "sliding_attention")
+    ) -> tuple[str, ...] | None:
+        """ "layer_types": for each layer one of those that are supported; None where it is not said."""
         kinds = self.config.get("layer_types")
         if kinds is None:
             return None
         if not isinstance(kinds, list | tuple) or len(kinds) != num_layers:
             raise CheckpointError(f"config.json: layer_types must list {num_layers} layers, got {shown(kinds)}.")
         for kind in kinds:
-            if kind not in ("full_attention", "sliding_attention"):
+            if kind not in supported:
                 raise UnsupportedModelError(
-                    f"config.json: layer type {kind!r} is not supported; supported: full_attention, sliding_attention."
+                    f"config.json: layer type {kind!r} is not supported; supported: {', '.join(supported)}."
                 )
         return tuple(kinds)
 

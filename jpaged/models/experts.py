@@ -125,6 +125,7 @@ class SparseConfig(ModelConfig):
     expert_shards: shards that the experts are split over whole; 1 until `shard` says so.
     activation: of experts and MLPs.
     clamped: of experts, in place of that.
+    weighted_inputs: a router's weight multiplies what an expert reads, not what it gives (Llama 4).
     router_bias: the router's product has a bias. expert_bias: both products of each expert have.
     """
 
@@ -137,6 +138,7 @@ class SparseConfig(ModelConfig):
     expert_shards: int = 1
     activation: str
     clamped: ClampedSwiGLU | None = None
+    weighted_inputs: bool = False
     router_bias: bool = False
     expert_bias: bool = False
 
@@ -270,6 +272,7 @@ class GroupedExperts(nnx.Module):
         self.gate_up = GroupedLinear(experts, (hidden,), (2, inner), hidden**-0.5, dtype, rngs, shard_axis=axes[0])
         self.down = GroupedLinear(experts, (inner,), (hidden,), std, dtype, rngs, shard_axis=axes[1])
         self.activation: str | ClampedSwiGLU = config.clamped or config.activation
+        self.weighted_inputs = config.weighted_inputs
         zero, biased = Constant(0.0), config.expert_bias
         both = (experts, 2, inner)
         self.gate_up_bias = parameter(rngs, zero, both, dtype, 0 if whole else 2) if biased else None
@@ -285,7 +288,7 @@ class GroupedExperts(nnx.Module):
         backend: str | None,
         rows: SortedRows | None = None,
     ) -> jax.Array:
-        """The weighted sum of each token's experts, of those that are here.
+        """The weighted sum of each token's experts, of those that are here; or of experts of weighted inputs, the sum.
 
         x: [T, hidden]. experts: int32 [T, k], counted from the first one here; others count for nothing.
         weights: float32 [T, k].
@@ -309,6 +312,7 @@ class GroupedExperts(nnx.Module):
             backend=backend,
             biases=biases,
             rows=rows,
+            weighted_inputs=self.weighted_inputs,
         )
 
 
@@ -323,10 +327,12 @@ def mix(
     backend: str | None,
     biases: tuple[jax.Array, jax.Array] | None = None,
     rows: SortedRows | None = None,
+    weighted_inputs: bool = False,
 ) -> jax.Array:
     """The experts' MLPs as grouped products; the other arguments are those of `GroupedExperts`.
 
-    products: with gate_up and with down, of num_experts each. biases: of both.
+    products: with gate_up and with down, of num_experts each. biases: of both; none with weighted_inputs, which is as
+    of `SparseConfig`.
     """
     (tokens, each), (gate_up, down) = experts.shape, products
     x = x.astype(down.promoted(gate_up.promoted(x.dtype)))
@@ -335,20 +341,27 @@ def mix(
         gated = partial(_gated_apart, gate_up, bias=bias, activation=activation, backend=backend)
     else:
         gated = partial(gate_up.gated, activation=activation, backend=backend)
+
+    def weigh(read: jax.Array, of_rows: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """What experts read, [A, hidden], and the weights that are left for what they give."""
+        if not weighted_inputs:
+            return read, of_rows
+        return (read * of_rows[: read.shape[0], None]).astype(read.dtype), None
+
     if rows is not None:
         of_rows = Rows(rows.group_sizes, None, rows.tiles)
         # Behind the last expert's rows are no numbers of tokens.
-        inner = gated(jnp.take(x, rows.tokens, axis=0, mode="clip"), of_rows)
-        products_of_rows = down.multiply(inner, of_rows, rows.weights, backend=backend)[rows.places]
+        read, of_down = weigh(jnp.take(x, rows.tokens, axis=0, mode="clip"), rows.weights)
+        products_of_rows = down.multiply(gated(read, of_rows), of_rows, of_down, backend=backend)[rows.places]
     elif experts.size <= min(_FEW_ROWS, num_experts // 2):
         unsorted = Rows(None, experts.reshape(-1))
-        inner = gated(jnp.repeat(x, each, axis=0), unsorted)
-        weighted = down.multiply(inner, unsorted, weights.reshape(-1), backend=backend)
+        read, of_down = weigh(jnp.repeat(x, each, axis=0), weights.reshape(-1))
+        weighted = down.multiply(gated(read, unsorted), unsorted, of_down, backend=backend)
         products_of_rows = weighted.reshape(tokens, each, -1)
     else:
         assignments, places, sizes = sort_by_expert(experts, num_experts)
-        inner = gated(x[assignments // each], Rows(sizes, None))
-        weighted = down.multiply(inner, Rows(sizes, None), weights.reshape(-1)[assignments], backend=backend)
+        read, of_down = weigh(x[assignments // each], weights.reshape(-1)[assignments])
+        weighted = down.multiply(gated(read, Rows(sizes, None)), Rows(sizes, None), of_down, backend=backend)
         products_of_rows = weighted[places]
     here = (experts >= 0) & (experts < num_experts)
     found = products_of_rows.astype(jnp.float32)

@@ -108,14 +108,19 @@ class Attention(Reader):
         rotation: tuple[jax.Array, jax.Array] | None = None,
         norms: tuple[Norm, Norm] | HeadNorms | None = None,
         backend: str | None = "xla",
+        temperature: jax.Array | None = None,
     ) -> PartialSum:
         """[T, hidden] -> [T, hidden].
 
         x: an array, or rounded as `rounding` says.
         rotation: cos and sin (`Rope.table`). norms: of each query and of each key, before the rotation.
         backend: of products that have kernels (`Linear`).
+        temperature: float32 [T], what the queries, normed, are multiplied by (`Temperature.of`); None for nothing.
         """
-        qkv, scales, eps = self._projected(x, attend, norms, backend)
+        if temperature is None:
+            qkv, scales, eps = self._projected(x, attend, norms, backend)
+        else:
+            qkv, scales, eps = _tempered(self._normed(x, norms, backend), temperature), None, 0.0
         sinks: dict[str, Any] = {} if self.sinks is None else {"sinks": self.sinks[...]}
         y = attend(
             qkv,
@@ -142,8 +147,14 @@ class Attention(Reader):
             if self.clip is None and getattr(attend, "takes_sums", False):
                 return self.qkv.sums(x, backend), in_kernel, eps
             return self._clipped(self.qkv(x, backend=backend)), in_kernel, eps
+        return self._normed(x, norms, backend), None, 0.0
+
+    def _normed(self, x: Rows, norms: tuple[Norm, Norm] | HeadNorms | None, backend: str | None) -> jax.Array:
+        """qkv, with norms that XLA computes."""
         qkv = self._clipped(self.qkv(x, backend=backend))
-        return norms(qkv, self.collectives) if isinstance(norms, HeadNorms) else _norm_heads(qkv, *norms), None, 0.0
+        if norms is None:
+            return qkv
+        return norms(qkv, self.collectives) if isinstance(norms, HeadNorms) else _norm_heads(qkv, *norms)
 
     def _clipped(self, qkv: jax.Array) -> jax.Array:
         return qkv if self.clip is None else jnp.clip(qkv, -self.clip, self.clip)
@@ -175,6 +186,12 @@ def _norm_heads(qkv: jax.Array, query_norm: Norm, key_norm: Norm) -> jax.Array:
     group = qkv.shape[-2] - 2
     queries, keys, values = jnp.split(qkv, (group, group + 1), axis=-2)
     return jnp.concatenate([query_norm(queries), key_norm(keys), values], axis=-2)
+
+
+def _tempered(qkv: jax.Array, temperature: jax.Array) -> jax.Array:
+    """qkv [T, kv_heads, group + 2, head_dim] with the queries of each token multiplied by its temperature, [T]."""
+    queries, others = jnp.split(qkv, (qkv.shape[-2] - 2,), axis=-2)
+    return jnp.concatenate([(queries * temperature[:, None, None, None]).astype(qkv.dtype), others], axis=-2)
 
 
 class MLP(Reader):

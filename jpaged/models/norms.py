@@ -68,6 +68,16 @@ class RMSNorm(Norm):
         return self.multiplier() if type(self).__call__ is RMSNorm.__call__ else None
 
 
+class UnscaledRMSNorm(RMSNorm):
+    """Times nothing: it has no weights (Llama 4's of queries and keys)."""
+
+    def __init__(self, size: int, eps: float, dtype: jnp.dtype) -> None:
+        self.eps, self.size, self.dtype = eps, size, dtype
+
+    def multiplier(self) -> jax.Array:
+        return jnp.ones((self.size,), self.dtype)
+
+
 class WideRMSNorm(RMSNorm):
     """`RMSNorm`, rounded once, after the scale (OLMo 2 and 3)."""
 

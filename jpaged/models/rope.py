@@ -139,17 +139,28 @@ def parse_rope(
     return rope, min(stretched.length, _LONGEST_CONTEXT)
 
 
+def without_image_sections(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config.json whose RoPE has no sections of positions in images: of text all sections have the same positions, so
+    that the rotation is the usual one."""
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(parameters := config.get(name), Mapping):
+            kept = {key: value for key, value in parameters.items() if not key.startswith("mrope_")}
+            kept |= {key: "default" for key in ("rope_type", "type") if kept.get(key) == "mrope"}
+            config = {**config, name: kept}
+    return config
+
+
 def window_rope(config: Mapping[str, Any], head_dim: int, theta: float) -> Rope:
     """The rotation of layers with a window, in models that stretch that of the other layers alone (Gemma 3, OLMo 3).
 
-    theta: where config.json does not describe the rotations of both kinds of layers.
+    theta: where config.json says none of these layers.
 
     Raises: as `parse_rope`.
     """
     parameters = config.get("rope_parameters")
     by_kind = isinstance(parameters, Mapping) and any(isinstance(value, Mapping) for value in parameters.values())
-    described = {"rope_parameters": parameters} if by_kind else {"rope_theta": theta}
-    return parse_rope(described, head_dim, _LONGEST_CONTEXT, layers="sliding_attention")[0]
+    described = {"rope_parameters": parameters} if by_kind else {}
+    return parse_rope(described, head_dim, _LONGEST_CONTEXT, layers="sliding_attention", theta=theta)[0]
 
 
 def _rotated_columns(fraction: Any, head_dim: int) -> int:
@@ -239,9 +250,13 @@ def _linear(p: _Parameters) -> _Stretched:
 
 def _llama3(p: _Parameters) -> _Stretched:
     """Llama 3.1 (`_compute_llama3_parameters` in transformers): divides the low frequencies by the factor, leaves the
-    high ones, and blends in between."""
-    low = p.number("low_freq_factor")
-    high = p.number("high_freq_factor", above=low)
+    high ones, and blends in between. In Llama 4 Scout nothing is in between."""
+    low, high = p.number("low_freq_factor"), p.number("high_freq_factor")
+    if high < low:
+        raise CheckpointError(
+            f"config.json: RoPE of type 'llama3' needs a high_freq_factor ({high}) of at least its low_freq_factor"
+            f" ({low})."
+        )
     factor = p.number("factor")
     plain = _plain_frequencies(p)
     wavelengths = np.float32(2 * math.pi) / plain
@@ -250,7 +265,7 @@ def _llama3(p: _Parameters) -> _Stretched:
     frequencies = np.where(
         wavelengths > p.original_length / low,
         plain / np.float32(factor),
-        np.where(wavelengths < p.original_length / high, plain, blended),
+        np.where(wavelengths <= p.original_length / high, plain, blended),
     )
     return _Stretched(frequencies.astype(np.float32), p.length)
 

@@ -153,6 +153,7 @@ def test_an_unknown_architecture_is_answered_with_the_supported_ones() -> None:
         ("granite4-h-micro", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("gemma2", {"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
         ("glm4", {"hidden_act": "xielu"}, "xielu"),
+        ("llama4-scout-style", {"layer_types": ["sliding_attention"] * 2}, "sliding_attention"),
     ],
 )
 def test_unimplemented_features_of_other_families_are_refused_too(
@@ -174,6 +175,10 @@ def test_unimplemented_features_of_other_families_are_refused_too(
         ({"rms_norm_eps": None}, "rms_norm_eps"),
         ({"eos_token_id": ["</s>"]}, "eos_token_id"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}},
+            r"high_freq_factor \(1\) of at least its low_freq_factor \(4\)",
+        ),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "short_factor"),
         ({"rope_scaling": "linear"}, "rope_scaling"),
     ],
@@ -207,6 +212,14 @@ def test_a_number_that_is_left_out_is_said_to_be_the_default_of_its_family() -> 
         ("granite4-h-micro", {"mamba_d_conv": 1}, "mamba_d_conv"),
         ("granite4-h-micro", {"time_step_limit": [1.0]}, "time_step_limit"),
         ("bamba", {"attn_layer_indices": [3]}, "attn_layer_indices"),
+        ("llama4-scout-style", {"no_rope_layers": [1]}, "no_rope_layers must list 0 or 1 for each of 2 layers"),
+        ("llama4-scout-style", {"moe_layers": "all"}, "moe_layers"),
+        ("llama4-scout-style", {"attn_temperature_tuning": 0.5}, "attn_temperature_tuning"),
+        (
+            "llama4-scout-style",
+            {"layer_types": ["chunked_attention"] * 2, "attention_chunk_size": None},
+            "attention_chunk_size",
+        ),
     ],
 )
 def test_a_damaged_entry_of_another_family_is_blamed_by_name(case: str, changes: dict[str, Any], named: str) -> None:
@@ -277,6 +290,23 @@ def test_gpt_oss_without_a_rope_has_that_of_the_published_models() -> None:
     assert ModelConfig.from_dict(without).ropes == ModelConfig.from_dict(config).ropes
     rounded = config | {"rope_scaling": config["rope_scaling"] | {"truncate": True}}
     assert ModelConfig.from_dict(rounded).ropes != ModelConfig.from_dict(config).ropes
+
+
+def test_llama_4_serves_the_first_chunk_of_a_context_or_all_where_no_layer_has_chunks() -> None:
+    config = tiny_model("llama4-scout-style").config | {"max_position_embeddings": 4096}
+    assert ModelConfig.from_dict(config).max_position_embeddings == MAX_LENGTH
+    assert ModelConfig.from_dict(config, MAX_LENGTH).max_position_embeddings == MAX_LENGTH
+    with pytest.raises(UnsupportedModelError, match=rf"max_model_len={MAX_LENGTH + 1} .*attention_chunk_size=256 "):
+        ModelConfig.from_dict(config, MAX_LENGTH + 1)
+    for whole in ({"attention_chunk_size": None}, {"layer_types": ["full_attention"] * 2}, {"no_rope_layers": [0, 0]}):
+        assert ModelConfig.from_dict(config | whole, 4096).max_position_embeddings == 4096
+
+
+def test_the_temperature_of_llama_4_is_switched_by_a_number_too_as_in_the_first_files() -> None:
+    config = tiny_model("llama4-scout-style").config
+    found = [ModelConfig.from_dict(config | {"attn_temperature_tuning": value}).temperature for value in (4, True, 0)]
+    assert found[0] == found[1] is not None
+    assert found[2] is None
 
 
 @pytest.mark.parametrize("name", ["llama-rope-dynamic", "qwen3-moe", "qwen3.5"])

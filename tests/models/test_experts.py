@@ -169,6 +169,25 @@ def test_rows_that_come_sorted_give_what_rows_sorted_here_give(activation: Clamp
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("tokens", [2, 7])  # rows unsorted, and sorted by expert
+def test_weights_of_inputs_multiply_what_an_expert_reads(tokens: int) -> None:
+    x, gate_up, down = draw(1, tokens, 12, 24, 16)
+    rng = np.random.default_rng(2)
+    logits, routing = rng.standard_normal((tokens, 14)).astype(np.float32), Routing(per_token=3, score="sigmoid")
+    experts, weights, rows = route_tokens(logits, routing, first=jnp.int32(1), held=12, backend="xla")
+    own = np.asarray(experts) - 1  # -1 and 12 are on other devices
+    wanted = np.zeros((tokens, 24))
+    for token, choice in np.ndindex(own.shape):
+        if 0 <= (expert := own[token, choice]) < 12:
+            read = x[token].astype(np.float64) * np.float64(weights[token, choice])
+            gate, up = (read @ gate_up[expert, :, half] for half in range(2))
+            wanted[token] += (gate / (1 + np.exp(-gate)) * up) @ down[expert]
+    options: dict[str, Any] = {"activation": "silu", "backend": "xla", "weighted_inputs": True}
+    for sorted_rows in (None, rows):
+        found = mixed(x, gate_up, down, experts - 1, weights, rows=sorted_rows, **options)
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-3)
+
+
 def test_gradients_reach_experts_router_weights_and_tokens() -> None:
     x, gate_up, down = draw(3, 5, 4, 16, 8)
     logits = np.random.default_rng(4).standard_normal((5, 4)).astype(np.float32)

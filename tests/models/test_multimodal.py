@@ -36,7 +36,12 @@ def write_multimodal(text: Path, directory: Path, architecture: str, prefix: str
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 @pytest.mark.parametrize(
     ("name", "architecture"),
-    [("gemma3", "Gemma3ForConditionalGeneration"), ("mistral-full", "Mistral3ForConditionalGeneration")],
+    [
+        ("gemma3", "Gemma3ForConditionalGeneration"),
+        ("mistral-full", "Mistral3ForConditionalGeneration"),
+        ("llama4-scout-style", "Llama4ForConditionalGeneration"),
+        ("ministral3", "Mistral3ForConditionalGeneration"),
+    ],
 )
 def test_it_has_the_weights_of_the_text_model(name: str, architecture: str, prefix: str, tmp_path: Path) -> None:
     text, whole = write_tiny_model(tiny_model(name), tmp_path / "text", use_torch=False), tmp_path / "whole"
@@ -82,8 +87,8 @@ def test_a_tensor_that_no_part_has_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_text_model_is_refused_by_name() -> None:
-    config = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "ministral3"}}
-    with pytest.raises(UnsupportedModelError, match="ministral3"):
+    config = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "mistral4"}}
+    with pytest.raises(UnsupportedModelError, match="mistral4"):
         models.ModelConfig.from_dict(config)
 
 
@@ -97,7 +102,16 @@ def test_whether_the_head_is_tied_is_said_of_the_whole_model_first(of_whole: boo
 
 
 @pytest.mark.parametrize(
-    ("model_type", "name"), [("gemma3", "gemma3"), ("mistral3", "mistral-full"), ("qwen3_5_text", "qwen3.5")]
+    ("model_type", "name"),
+    [
+        ("gemma3", "gemma3"),
+        ("mistral3", "mistral-full"),
+        ("qwen3_5_text", "qwen3.5"),
+        ("llama4", "llama4-scout-style"),
+        ("llama4_text", "llama4-scout-style"),
+        ("qwen2_5_vl", "qwen2-tied"),
+        ("qwen3_vl", "qwen3-tied-d64"),
+    ],
 )
 def test_a_model_type_alone_is_enough(model_type: str, name: str) -> None:
     config = {key: value for key, value in tiny_model(name).config.items() if key != "architectures"}

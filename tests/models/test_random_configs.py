@@ -31,8 +31,15 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 LONGROPE = {"short_factor": [1.0] * 12, "long_factor": [3.0] * 12, "original_max_position_embeddings": 16}
 FOUR_EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 
+OF_LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+
 FOUND: dict[str, dict[str, Any]] = {
     "one of YaRN's two weights": {"model_type": "llama", "rope_scaling": YARN | {"mscale_all_dim": 0.5}},
+    "Llama 4 Scout's factors of low and high frequencies": {
+        "model_type": "llama",
+        "rope_scaling": {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
+        | {"original_max_position_embeddings": 16},
+    },
     "another name of SiLU": {"model_type": "llama", "hidden_act": "swish"},
     "Gemma 2's exact GELU": {"model_type": "gemma2", "head_dim": 16, "hidden_activation": "gelu"},
     "Gemma 3's soft cap of attention": {"model_type": "gemma3_text", "head_dim": 16, "attn_logit_softcapping": 2.0},
@@ -40,6 +47,21 @@ FOUND: dict[str, dict[str, Any]] = {
         "model_type": "olmo3",
         "rope_theta": 100,
         "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "OLMo 3's theta of layers with windows, left out among those of both kinds": {
+        "model_type": "olmo3",
+        "rope_theta": 100,
+        "rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}},
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "Gemma 3's theta of layers with windows, left out among those of both kinds": {
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "rope_local_base_freq": 100.0,
+        "rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}},
         "sliding_window": 5,
         "layer_types": ["sliding_attention", "full_attention"],
     },
@@ -63,6 +85,12 @@ FOUND: dict[str, dict[str, Any]] = {
         **FOUR_EXPERTS,
     },
     "GLM-4.5's epsilon": {"model_type": "glm4_moe", "head_dim": 16, "n_routed_experts": 4, **FOUR_EXPERTS},
+    "GPT-NeoX's own names of what RoPE rotates": {
+        "model_type": "gpt_neox",
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 100,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    },
     "Phi-3's original length": {"model_type": "phi3", "rope_scaling": {"type": "yarn", **LONGROPE}},
 }
 
@@ -79,9 +107,9 @@ def test_a_random_configuration_is_equal(family: str) -> None:
     assert compare(draw(SPACES[family], random.Random(5)), seed=5) is None
 
 
-@pytest.mark.parametrize("family", [name for name in SPACES if name not in ("deepseek_v2", "deepseek_v3")])
+@pytest.mark.parametrize("family", [name for name in SPACES if name not in OF_LATENTS])
 def test_key_value_heads_that_are_left_out_are_as_many_as_in_transformers(family: str) -> None:
-    """But for DeepSeek's, whose latents have none."""
+    """But for DeepSeek's and their kin, whose latents have none."""
     space = SPACES[family]
     their_class = CONFIG_MAPPING[space.model_type]
     if "num_key_value_heads" not in their_class().to_dict():

@@ -29,7 +29,18 @@ UNSPLIT |= {
     "granite4-experts",
     "granite-moe",
 }
-UNSPLIT |= {"deepseek-v2", "kimi-k2-style", "moonlight-style", "granite4-h-tiny", "granite4-h-small", "bamba"}
+UNSPLIT |= {
+    "llama4-maverick-style",
+    "deepseek-v2",
+    "exaone4-1.2b-style",
+    "olmoe",
+    "glm4.7-flash-style",
+    "kimi-k2-style",
+    "moonlight-style",
+    "granite4-h-tiny",
+    "granite4-h-small",
+    "bamba",
+}
 """Models that are split over devices as another of their family is, and run on one alone."""
 
 FOUR_ONLY = {"qwen3.5", "gemma3", "olmo3", "granite4-rope", "granite4-h-all-options", "command-r7b"}
@@ -40,7 +51,7 @@ nothing, since no key-value head is stored more than once."""
 EXPANDED = {"deepseek-v2-lite", "deepseek-v3"}
 """Models with latents whose programs for prompts make keys and values of heads, as larger programs do."""
 
-SPARSE = {"gpt-oss-20b-style", "deepseek-v3", "granite-moe-shared"}
+SPARSE = {"gpt-oss-20b-style", "deepseek-v3", "granite-moe-shared", "llama4-scout-style"}
 """Models whose experts are split over devices in both ways."""
 
 HYBRID = {"qwen3-next", "qwen3-next-some-layers", "qwen3.5", "qwen3.5-moe"}

@@ -10,7 +10,7 @@ VOCAB_SIZE = 157
 
 CASES = ("llama-gqa-d64-tied", "llama-biases", "mistral-window", "qwen2-window", "qwen3-tied-d64")
 CASES += ("opt-125m-style", "opt-350m-style", "opt-no-biases-untied", "gpt2")
-CASES += ("qwen3-moe", "qwen2-moe", "mixtral", "dots1")
+CASES += ("ministral3", "qwen3-moe", "qwen2-moe", "mixtral", "dots1")
 
 
 def eight_heads(name: str, **changes: Any) -> TinyModel:

@@ -132,7 +132,7 @@ def stretch(chance: random.Random, kind: str, columns: int, config: Config) -> C
     if kind in ("linear", "dynamic"):
         found["factor"] = chance.choice((2, 2.0, 3.5))
     elif kind == "llama3":
-        found |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": chance.choice((4, 2.0))}
+        found |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": chance.choice((4, 2.0, 1.0))}
         found |= {"original_max_position_embeddings": max(16, length // 2)}
     elif kind == "yarn":
         original = chance.choice((..., 16, 24))
@@ -167,6 +167,12 @@ def layer_kinds(*, default: float = 0.5, pattern: str = "") -> Callable[[random.
     return add
 
 
+def _no_windows_of_nothing(chance: random.Random, config: Config) -> None:
+    """Of Qwen2-MoE: layers that are to have windows, where windows are switched off, see nothing in transformers."""
+    if not config.get("use_sliding_window"):
+        config.pop("layer_types", None)
+
+
 def experts(**fields: tuple[Any, ...]) -> Callable[[random.Random, Config], None]:
     """fields: `total`, `top` and `size` name the entries; others are as of `Space`."""
 
@@ -199,6 +205,11 @@ def some_dense(chance: random.Random, config: Config) -> None:
         config["mlp_only_layers"] = chance.choice(([], [0], [1], [0, 1]))
 
 
+def _mlp_kinds(chance: random.Random, config: Config) -> None:
+    if chance.random() < 0.5:
+        config["mlp_layer_types"] = [chance.choice(("dense", "sparse")) for _ in range(config["num_hidden_layers"])]
+
+
 def latents(chance: random.Random, config: Config) -> None:
     heads = chance.choice((1, 2, 3, 4))
     config |= {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": 48 if heads == 3 else 64}
@@ -229,6 +240,21 @@ def mamba_layers(chance: random.Random, config: Config) -> None:
     config[chance.choice(("layer_types", "layers_block_type"))] = kinds
 
 
+def _rotary_dim(chance: random.Random, config: Config) -> None:
+    """The published name of what is rotated."""
+    if chance.random() < 0.5:
+        config["rotary_dim"] = chance.choice((4, 8))
+
+
+def _chunked_layers(chance: random.Random, config: Config) -> None:
+    layers = config["num_hidden_layers"]
+    said = chance.choice((..., [], None, [chance.randrange(2) for _ in range(layers)]))
+    if said is not ...:
+        config["no_rope_layers"] = said
+    if chance.random() < 0.3 and config.get("attention_chunk_size") is not None:
+        config["layer_types"] = [chance.choice(("full_attention", "chunked_attention")) for _ in range(layers)]
+
+
 def delta(chance: random.Random, config: Config) -> None:
     key_heads = chance.choice((1, 2))
     config |= {"linear_num_key_heads": key_heads, "linear_num_value_heads": key_heads * chance.choice((1, 2, 3))}
@@ -241,6 +267,16 @@ def delta(chance: random.Random, config: Config) -> None:
         config["layer_types"] = kinds
     else:
         config["full_attention_interval"] = chance.choice((1, 2))
+
+
+def _tempered_rotation(chance: random.Random, config: Config) -> None:
+    """Ministral 3's RoPE, whose parameters have the temperature of attention, too; at times left out."""
+    rotation("yarn")(chance, config)
+    for name in ("rope_scaling", "rope_parameters"):
+        if name in config:
+            config[name]["llama_4_scaling_beta"] = chance.choice((0.1, 0.5))
+    if chance.random() < 0.1:
+        config.pop("rope_scaling", None), config.pop("rope_parameters", None), config.pop("rope_theta", None)
 
 
 def by_kind(theta: str = "") -> Callable[[random.Random, Config], None]:
@@ -263,6 +299,9 @@ def by_kind(theta: str = "") -> Callable[[random.Random, Config], None]:
             full = parameters | ({"rope_theta": 1e6} if chance.random() < 0.6 else {})
             local = {"rope_type": "default"} | ({"rope_theta": 1000.0} if chance.random() < 0.6 else {})
             config["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
+            for name in filter(None, ("rope_theta", theta)):
+                if chance.random() < 0.3:
+                    config[name] = chance.choice((100.0, 20000.0))
 
     return add
 
@@ -337,8 +376,33 @@ SPACES: dict[str, Space] = {
         *("LlamaForCausalLM", "llama", _QWEN | {"attention_bias": FLAG, "mlp_bias": FLAG, "pretraining_tp": (..., 1)}),
         (sizes(), rotation()),
     ),
+    "llama4": Space(
+        "Llama4ForCausalLM",
+        "llama4_text",
+        _QWEN
+        | {
+            "attention_bias": FLAG,
+            "use_qk_norm": FLAG,
+            "attention_chunk_size": (..., None, 48, 256),
+            "no_rope_layer_interval": (..., 2, 3),
+            "attn_temperature_tuning": FLAG,
+            "attn_scale": (..., 0.5),
+            "floor_scale": (..., 5, 16),
+            "moe_layers": (..., None, [], [1], [0, 1]),
+            "interleave_moe_layer_step": (..., 1, 2),
+            "intermediate_size_mlp": (40, 72),
+        },
+        (
+            *(sizes(dim="always"), rotation(), _chunked_layers),
+            experts(total=("num_local_experts",), top=("num_experts_per_tok",)),
+        ),
+    ),
     "mistral": Space(
         *("MistralForCausalLM", "mistral", _QWEN | {"sliding_window": (..., None, *WINDOW)}), (sizes(), rotation())
+    ),
+    "ministral3": Space(
+        *("Ministral3ForCausalLM", "ministral3", _QWEN | {"sliding_window": (..., None, *WINDOW)}),
+        (sizes(dim="always"), _tempered_rotation),
     ),
     "ministral": Space(
         *("MinistralForCausalLM", "ministral", _QWEN | {"sliding_window": (..., *WINDOW)}),
@@ -420,6 +484,10 @@ SPACES: dict[str, Space] = {
             _QWEN | {"attention_bias": FLAG, "sliding_window": (..., *WINDOW), "pad_token_id": (0,)},
         ),
         (sizes(dim="none"), by_kind(), layer_kinds()),
+    ),
+    "exaone4": Space(
+        *("Exaone4ForCausalLM", "exaone4", _QWEN | {"sliding_window": (..., None, *WINDOW), "pad_token_id": (0,)}),
+        (sizes(), rotation(), layer_kinds(pattern="sliding_window_pattern")),
     ),
     "granite": Space(
         *("GraniteForCausalLM", "granite", _GRANITE | {"mlp_bias": FLAG}), (sizes(dim="none"), rotation())
@@ -607,7 +675,7 @@ SPACES: dict[str, Space] = {
     "qwen2_moe": Space(
         *("Qwen2MoeForCausalLM", "qwen2_moe", _QWEN | _WINDOWS | {"qkv_bias": FLAG}),
         (
-            *(sizes(), rotation(), layer_kinds(default=0.7), some_dense),
+            *(sizes(), rotation(), layer_kinds(default=0.7), _no_windows_of_nothing, some_dense),
             experts(
                 **_QWEN_EXPERTS,
                 norm_topk_prob=FLAG,
@@ -623,6 +691,21 @@ SPACES: dict[str, Space] = {
                 **_QWEN_EXPERTS,
                 norm_topk_prob=FLAG,
             ),
+        ),
+    ),
+    "olmoe": Space(
+        *("OlmoeForCausalLM", "olmoe", _QWEN | {"attention_bias": FLAG, "clip_qkv": (..., None)}),
+        (
+            sizes(dim="none"),
+            rotation(),
+            experts(total=("num_experts",), top=("num_experts_per_tok",), norm_topk_prob=FLAG),
+        ),
+    ),
+    "minimax_m2": Space(
+        *("MiniMaxM2ForCausalLM", "minimax_m2", _QWEN),
+        (
+            *(sizes(dim="always"), rotation(partial=True), _rotary_dim),
+            experts(total=("num_local_experts",), top=("num_experts_per_tok",)),
         ),
     ),
     "dots1": Space(
@@ -656,6 +739,14 @@ SPACES: dict[str, Space] = {
         (
             *(latents, rotation("default", "yarn", "linear", columns="qk_rope_head_dim")),
             experts(**_SPLIT_EXPERTS, **_SIGMOID | {"topk_method": (..., "noaux_tc")}),
+            groups,
+        ),
+    ),
+    "glm4_moe_lite": Space(
+        *("Glm4MoeLiteForCausalLM", "glm4_moe_lite", _QWEN | {"attention_bias": FLAG, "rope_interleave": FLAG}),
+        (
+            *(latents, rotation("default", "yarn", "linear", columns="qk_rope_head_dim"), _mlp_kinds),
+            experts(**_SPLIT_EXPERTS, **_SIGMOID),
             groups,
         ),
     ),

@@ -3,7 +3,8 @@
 from jpaged.models.families.bamba import BambaFamily
 from jpaged.models.families.bloom import BloomFamily
 from jpaged.models.families.cohere import COHERE, COHERE2
-from jpaged.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from jpaged.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
+from jpaged.models.families.exaone4 import Exaone4Family
 from jpaged.models.families.falcon import FalconFamily
 from jpaged.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from jpaged.models.families.glm import GLM, GLM4
@@ -12,14 +13,15 @@ from jpaged.models.families.gpt_neox import GPTNeoXFamily
 from jpaged.models.families.gpt_oss import GptOssFamily
 from jpaged.models.families.gptj import GPTJFamily
 from jpaged.models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_MOE_SHARED
-from jpaged.models.families.llama import ERNIE45, LLAMA, MINISTRAL, MISTRAL, QWEN2, QWEN3, SEED_OSS
+from jpaged.models.families.llama import ERNIE45, LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, QWEN2, QWEN3, SEED_OSS
+from jpaged.models.families.llama4 import Llama4Family
 from jpaged.models.families.mpt import MptFamily
 from jpaged.models.families.olmo import OLMO2, OLMO3
 from jpaged.models.families.opt import OPTFamily
 from jpaged.models.families.phi3 import Phi3Family
 from jpaged.models.families.qwen_hybrid import QWEN3_NEXT, QWEN35, QWEN35_MOE
 from jpaged.models.families.smollm3 import SmolLM3Family
-from jpaged.models.families.sparse_llama import DOTS1, GLM4_MOE, MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from jpaged.models.families.sparse_llama import DOTS1, GLM4_MOE, MINIMAX_M2, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from jpaged.models.families.stablelm import StableLMFamily
 from jpaged.models.families.starcoder2 import Starcoder2Family
 from jpaged.models.registry import About, register
@@ -32,7 +34,17 @@ _MISTRAL = About(
     "Mistral 7B, NeMo, Small, Large; Ministral; of Mistral Small 3.1 and 3.2 the text part",
     "as Llama; sliding windows",
 )
+_MINISTRAL3 = About(
+    "Ministral 3", "3B, 8B, 14B; Devstral Small 2: the text part", "as Mistral; YaRN; temperature by position"
+)
+_LLAMA4 = About(
+    "Llama 4",
+    "Scout, Maverick: the text part",
+    "experts that read weighted inputs, one shared; RoPE or none by layer; temperature by position; the first chunk of"
+    " a context",
+)
 _QWEN = About("Qwen", "Qwen2, Qwen2.5, Qwen3", "as Llama; biases or norms of queries and keys; windows; tied head")
+_QWEN_VL = About("Qwen-VL", "Qwen2-VL, Qwen2.5-VL, Qwen3-VL: the text part", "as Qwen")
 _SEED_OSS = About("Seed-OSS", "36B, base and instruct", "as Llama; biases of q, k, v")
 _ERNIE45 = About("ERNIE 4.5", "0.3B, base and post-trained", "as Llama; interleaved RoPE; tied head")
 _GEMMA = About("Gemma", "Gemma 2B, 7B; CodeGemma", "norms times 1 + w; scaled embeddings; gated GELU; tied head")
@@ -49,6 +61,11 @@ _PHI = About(
 )
 _OLMO2 = About("OLMo 2", "1B, 7B, 13B, 32B", "norms after, not before; norms over all queries and over all keys")
 _OLMO3 = About("OLMo 3", "7B, 32B", "as OLMo 2; windows in three layers of four; YaRN in the others")
+_EXAONE4 = About(
+    "EXAONE 4.0",
+    "1.2B, 32B",
+    "norms after, not before, and of each query and key; windows and RoPE in three layers of four, none in the others",
+)
 _GRANITE = About("Granite 3", "3.0 to 3.3: 2B, 8B", "multipliers of embeddings, scores, residuals and logits")
 _GRANITE_MOE = About("Granite 3 MoE", "3.0, 3.1: 1B-A400M, 3B-A800M", "as Granite 3; experts, one shared or none")
 _GRANITE4 = About(
@@ -90,6 +107,12 @@ _GPTJ = About("GPT-J", "6B", "attention and MLP side by side; interleaved partia
 _BLOOM = About("BLOOM", "560M to 176B; BLOOMZ", "ALiBi; norm of the embeddings; biases")
 _MPT = About("MPT", "7B, 30B", "ALiBi; norms without bias; clipped q, k, v")
 _MIXTRAL = About("Mixtral", "8x7B, 8x22B", "as Mistral; a router and experts in place of each MLP")
+_OLMOE = About("OLMoE", "1B-7B", "as Mixtral; norms over all queries and over all keys")
+_MINIMAX_M2 = About(
+    "MiniMax-M2",
+    "M2, M2.1",
+    "as OLMoE; experts chosen by a sigmoid with a bias; RoPE on half of a head",
+)
 _QWEN2_MOE = About("Qwen2-MoE", "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B", "as Qwen2; experts, of which one is shared")
 _QWEN3_MOE = About("Qwen3-MoE", "30B-A3B, 235B-A22B", "as Qwen3; experts in all or some layers")
 _DOTS1 = About("dots.llm1", "dots.llm1", "as Qwen3; experts chosen by a sigmoid with a bias, in groups; shared experts")
@@ -125,15 +148,24 @@ _DEEPSEEK_V3 = About(
     "DeepSeek-V3, V3.1, R1; Kimi K2; Moonlight",
     "as DeepSeek-V2; experts chosen by a sigmoid with a bias, in groups",
 )
+_GLM47_FLASH = About(
+    "GLM-4.7-Flash", "30B-A3B", "as DeepSeek-V3; every layer but the first has experts, or as config.json says"
+)
 _OPT = About("OPT", "125M to 66B", "learned positions; norms before or after; projected embeddings (350M)")
 _GPT2 = About("GPT-2", "124M to 1.5B; CodeParrot", "learned positions; joined q, k, v; scores scaled by layer")
 
 register("LlamaForCausalLM", LLAMA, _LLAMA)
+register("Llama4ForCausalLM", Llama4Family(), _LLAMA4)
+register("Llama4ForConditionalGeneration", Llama4Family(), _LLAMA4)
 register("MistralForCausalLM", MISTRAL, _MISTRAL)
 register("MinistralForCausalLM", MINISTRAL, _MISTRAL)
+register("Ministral3ForCausalLM", MINISTRAL3, _MINISTRAL3)
 register("Mistral3ForConditionalGeneration", MISTRAL, _MISTRAL)
 register("Qwen2ForCausalLM", QWEN2, _QWEN)
 register("Qwen3ForCausalLM", QWEN3, _QWEN)
+register("Qwen2VLForConditionalGeneration", QWEN2, _QWEN_VL)
+register("Qwen2_5_VLForConditionalGeneration", QWEN2, _QWEN_VL)
+register("Qwen3VLForConditionalGeneration", QWEN3, _QWEN_VL)
 register("SeedOssForCausalLM", SEED_OSS, _SEED_OSS)
 register("Ernie4_5ForCausalLM", ERNIE45, _ERNIE45)
 register("GemmaForCausalLM", GEMMA, _GEMMA)
@@ -143,6 +175,7 @@ register("Gemma3ForConditionalGeneration", GEMMA3, _GEMMA3)
 register("Phi3ForCausalLM", Phi3Family(), _PHI)
 register("Olmo2ForCausalLM", OLMO2, _OLMO2)
 register("Olmo3ForCausalLM", OLMO3, _OLMO3)
+register("Exaone4ForCausalLM", Exaone4Family(), _EXAONE4)
 register("GraniteForCausalLM", GRANITE, _GRANITE)
 register("GraniteMoeForCausalLM", GRANITE_MOE, _GRANITE_MOE)
 register("GraniteMoeSharedForCausalLM", GRANITE_MOE_SHARED, _GRANITE_MOE)
@@ -164,12 +197,15 @@ register("MPTForCausalLM", MptFamily(), _MPT)  # as MosaicML's own checkpoints h
 register("OPTForCausalLM", OPTFamily(), _OPT)
 register("GPT2LMHeadModel", GPT2Family(), _GPT2)
 register("MixtralForCausalLM", MIXTRAL, _MIXTRAL)
+register("OlmoeForCausalLM", OLMOE, _OLMOE)
+register("MiniMaxM2ForCausalLM", MINIMAX_M2, _MINIMAX_M2)
 register("Qwen2MoeForCausalLM", QWEN2_MOE, _QWEN2_MOE)
 register("Qwen3MoeForCausalLM", QWEN3_MOE, _QWEN3_MOE)
 register("Dots1ForCausalLM", DOTS1, _DOTS1)
 register("Glm4MoeForCausalLM", GLM4_MOE, _GLM4_MOE)
 register("DeepseekV2ForCausalLM", DEEPSEEK_V2, _DEEPSEEK_V2)
 register("DeepseekV3ForCausalLM", DEEPSEEK_V3, _DEEPSEEK_V3)
+register("Glm4MoeLiteForCausalLM", GLM4_MOE_LITE, _GLM47_FLASH)
 register("GptOssForCausalLM", GptOssFamily(), _GPT_OSS)
 register("Qwen3NextForCausalLM", QWEN3_NEXT, _QWEN3_NEXT)
 register("Qwen3_5ForCausalLM", QWEN35, _QWEN35)

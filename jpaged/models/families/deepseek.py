@@ -1,5 +1,5 @@
 """DeepSeek-V2 (Liu et al. 2024, arXiv:2405.04434), V3 and R1 (Liu et al. 2024, arXiv:2412.19437), and what has their
-architecture: Kimi K2, Moonlight.
+architecture: Kimi K2, Moonlight, GLM-4.7-Flash.
 
     attention   latents (`models/latent.py`); YaRN, whose temperature multiplies scores, not the rotation
     MLPs        dense in the first layers, then experts, of which some are shared
@@ -9,13 +9,14 @@ The layers behind the last one, which predict further tokens, are not read.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 
+from jpaged.api.errors import CheckpointError, shown
 from jpaged.models.blocks import Decoder, DecoderConfig, SequentialBlock
 from jpaged.models.collectives import Collectives
 from jpaged.models.config_reader import ConfigReader
@@ -25,6 +26,8 @@ from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
 from jpaged.models.norms import RMSNorm
 from jpaged.models.rope import parse_rope, yarn_temperature
+
+_MLP_KINDS = ("dense", "sparse")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +143,23 @@ def _read_v3(read: ConfigReader) -> DeepseekConfig:
     return _config(read, routing, num_experts=256, num_shared=1, expert_size=2048, dense=3, default_length=4096)
 
 
+def _read_glm4_moe_lite(read: ConfigReader) -> DeepseekConfig:
+    """Z.ai 2026. "mlp_layer_types" says which layers have experts: without it all but the first."""
+    read.refuse(("topk_method", "noaux_tc"), ("scoring_func", "sigmoid"))
+    num_layers = read.integer("num_hidden_layers")
+    usual: dict[str, Any] = {"qk_nope_head_dim": 192, "v_head_dim": 256, "routed_scaling_factor": 1.8}
+    usual |= {"rms_norm_eps": 1e-5, "q_lora_rank": 768}
+    read = read.with_defaults(**usual)
+    kinds = read.config.get("mlp_layer_types") or ["dense", *("sparse",) * (num_layers - 1)]
+    if not isinstance(kinds, list | tuple) or len(kinds) != num_layers or any(k not in _MLP_KINDS for k in kinds):
+        raise CheckpointError(
+            f"config.json: mlp_layer_types must list dense or sparse for {num_layers} layers, got {shown(kinds)}."
+        )
+    routing = sigmoid_routing(read, per_token=4, renormalized=True)
+    found = _config(read, routing, num_experts=64, num_shared=1, expert_size=1536, dense=0, default_length=202752)
+    return replace(found, dense_layers=tuple(kind == "dense" for kind in kinds))
+
+
 def _config(
     read: ConfigReader,
     routing: Routing,
@@ -192,3 +212,4 @@ def _config(
 
 DEEPSEEK_V2 = DeepseekFamily("deepseek_v2", _read_v2)
 DEEPSEEK_V3 = DeepseekFamily("deepseek_v3", _read_v3)
+GLM4_MOE_LITE = DeepseekFamily("glm4_moe_lite", _read_glm4_moe_lite)

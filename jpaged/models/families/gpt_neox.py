@@ -33,6 +33,8 @@ class GPTNeoXFamily:
     derived_tensors = r"\.attention\.(masked_)?bias$|rotary_emb\.inv_freq$"
 
     def read_config(self, read: ConfigReader) -> GPTNeoXConfig:
+        # As transformers, which knows the first two by names of their own, and has a key and a value for each query.
+        read = read.with_entries(partial_rotary_factor=None, rope_theta=None, num_key_value_heads=None)
         rope = {
             "rotated_fraction": read.number("rotary_pct", 0.25),
             "theta": read.number("rotary_emb_base", 10000.0),

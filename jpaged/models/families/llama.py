@@ -1,4 +1,5 @@
-"""The Llama family: Llama 2 and 3, Mistral, Ministral, Qwen2, Qwen2.5 and Qwen3, Seed-OSS, ERNIE 4.5 without experts.
+"""The Llama family: Llama 2 and 3, Mistral, Ministral and Ministral 3, Qwen2, Qwen2.5 and Qwen3, Seed-OSS, ERNIE 4.5
+without experts.
 
 They differ in what `LlamaConfig` says (biases, windows, RoPE, norms of queries and keys), not in structure.
 """
@@ -21,7 +22,19 @@ from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
 from jpaged.models.norms import RMSNorm
 from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin_stream
-from jpaged.models.rope import Rope, parse_rope
+from jpaged.models.rope import Rope, parse_rope, without_image_sections
+from jpaged.models.temperature import Temperature
+
+_ROPE_OF_MINISTRAL3 = {
+    "type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+"""Where the config.json of a Ministral 3 has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +44,7 @@ class LlamaConfig(ModelConfig):
     activation: of the MLPs' gate.
     qk_norm: queries and keys are RMS-normalised head by head before the rotation (Qwen3).
     qkv_bias, output_bias, mlp_bias: which products have biases.
+    temperature: of attention (Ministral 3); None for none.
     """
 
     rope: Rope
@@ -40,6 +54,7 @@ class LlamaConfig(ModelConfig):
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    temperature: Temperature | None = None
 
 
 class LlamaBlock(nnx.Module):
@@ -54,10 +69,12 @@ class LlamaBlock(nnx.Module):
         self.mlp_norm = RMSNorm(hidden, eps, dtype, rngs)
         self.mlp = GatedMLP(config, config.activation, dtype, rngs, bias=config.mlp_bias)
 
-    def __call__(self, stream: Stream, cos: jax.Array, sin: jax.Array, attend: Attend) -> None:
+    def __call__(
+        self, stream: Stream, cos: jax.Array, sin: jax.Array, temperature: jax.Array | None, attend: Attend
+    ) -> None:
         norms = None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
         read = stream.normed_for(self.attention.rounding(stream.backend), self.attention_norm)
-        stream.add(self.attention(read, attend, (cos, sin), norms, stream.backend))
+        stream.add(self.attention(read, attend, (cos, sin), norms, stream.backend, temperature))
         read = stream.normed_for(self.mlp.rounding(stream.backend), self.mlp_norm)
         stream.add(self.mlp(read, stream.backend))
 
@@ -67,7 +84,7 @@ class LlamaForCausalLM(nnx.Module):
 
     def __init__(self, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> None:
         vocab, hidden = config.vocab_size, config.hidden_size
-        self.rope = config.rope
+        self.rope, self.temperature = config.rope, config.temperature
         self.collectives = collectives
         self.embedding = Embedding(vocab, hidden, hidden**-0.5, dtype, rngs)
         self.layers = nnx.List(LlamaBlock(config, layer, dtype, rngs) for layer in range(config.num_layers))
@@ -79,9 +96,10 @@ class LlamaForCausalLM(nnx.Module):
         self, tokens: jax.Array, positions: jax.Array, attend: Attend | list[Any], kernels: Kernels = PLAIN_XLA
     ) -> jax.Array:
         cos, sin = self.rope.table(positions)
+        temperature = None if self.temperature is None else self.temperature.of(positions)
         rows = self.embedding.lookup(tokens, self.collectives)
         stream = begin_stream(rows, self.collectives, kernels)
-        run_layers(self.layers, stream, (cos, sin), attend)
+        run_layers(self.layers, stream, (cos, sin, temperature), attend)
         return stream.normed(self.norm)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -132,17 +150,49 @@ class LlamaFamily:
 
 
 class MistralFamily(LlamaFamily):
-    """Mistral, also as the text part of a multimodal model (Mistral Small 3.1)."""
+    """Mistral, also as the text part of a multimodal model (Mistral Small 3.1), of which another may be Ministral 3."""
 
     other_types = ("mistral3",)
     derived_tensors = rf"rotary_emb\.inv_freq$|{OTHER_PARTS}"
     aliases = TEXT_PART_NAMES
 
     def read_config(self, read: ConfigReader) -> LlamaConfig:
+        if "text_config" not in read.config:
+            return self.reads(read)
+        text = read.text_part("MistralForCausalLM")
+        if text.config.get("model_type") == MINISTRAL3.model_type:
+            return _read_ministral3(read.text_part("Ministral3ForCausalLM"))
+        text.refuse(("model_type", self.model_type))
+        return self.reads(text)
+
+
+@dataclass(frozen=True)
+class QwenFamily(LlamaFamily):
+    """Qwen, also as the text part of a Qwen-VL, whose config.json may be flat.
+
+    text: the architecture of text. others: model_types of the multimodal ones. parts: of their text parts.
+    usual: what those leave out.
+    """
+
+    text: str
+    other_types: tuple[str, ...]
+    parts: tuple[str, ...]
+    usual: tuple[tuple[str, Any], ...]
+
+    derived_tensors = r"rotary_emb\.inv_freq$|^(model\.)?visual\."
+    aliases = TEXT_PART_NAMES
+
+    def read_config(self, read: ConfigReader) -> LlamaConfig:
         if "text_config" in read.config:
-            read = read.text_part("MistralForCausalLM")
-            read.refuse(("model_type", self.model_type))
-        return self.reads(read)
+            text = read.text_part(self.text)
+            if text.config.get("model_type") not in (None, self.model_type, *self.parts):
+                text.refuse(("model_type", self.parts[0]))
+        elif read.config.get("model_type") in self.other_types:
+            text = ConfigReader(self.text, {**read.config, "architectures": [self.text]}, read.max_model_len)
+        else:
+            return self.reads(read)
+        text = text.with_defaults(**dict(self.usual))
+        return self.reads(ConfigReader(self.text, without_image_sections(text.config), text.max_model_len, text.source))
 
 
 def _fields(
@@ -197,6 +247,23 @@ def _read_ministral(read: ConfigReader) -> LlamaConfig:
     return LlamaConfig(**fields, layer_windows=_windows(read.optional_positive("sliding_window", 4096), kinds))
 
 
+def _read_ministral3(read: ConfigReader) -> LlamaConfig:
+    """Mistral AI 2025: attention sharpens in steps of the original length, by a weight among RoPE's parameters."""
+    read = read.with_defaults(num_key_value_heads=8)
+    parameters = read.config.get("rope_scaling") or read.config.get("rope_parameters") or _ROPE_OF_MINISTRAL3
+    read = read.with_entries(rope_scaling=parameters)
+    fields = _fields(read, default_length=262144, default_head_dim=128, default_eps=1e-5)
+    window = read.optional_positive("sliding_window", fields["max_position_embeddings"])
+    of_rope = ConfigReader(read.architecture, parameters)
+    weight = of_rope.optional_number("llama_4_scaling_beta")
+    length = of_rope.integer("original_max_position_embeddings", read.integer("max_position_embeddings", 262144))
+    return LlamaConfig(
+        **fields,
+        layer_windows=(window,) * fields["num_layers"],
+        temperature=None if weight is None else Temperature(weight, length),
+    )
+
+
 def _read_qwen2(read: ConfigReader) -> LlamaConfig:
     read = read.with_defaults(num_key_value_heads=32)
     fields = _fields(read, default_length=32768)
@@ -247,7 +314,18 @@ def _windows(window: int | None, kinds: tuple[str, ...]) -> tuple[int | None, ..
 LLAMA = LlamaFamily("llama", _read_llama)
 MISTRAL = MistralFamily("mistral", _read_mistral)
 MINISTRAL = LlamaFamily("ministral", _read_ministral)
-QWEN2 = LlamaFamily("qwen2", _read_qwen2)
-QWEN3 = LlamaFamily("qwen3", _read_qwen3)
+MINISTRAL3 = MistralFamily("ministral3", _read_ministral3)
+QWEN2 = QwenFamily(
+    *("qwen2", _read_qwen2, "Qwen2ForCausalLM"),
+    other_types=("qwen2_5_vl", "qwen2_vl"),
+    parts=("qwen2_5_vl_text", "qwen2_vl_text"),
+    usual=(("num_key_value_heads", 8), ("rms_norm_eps", 1e-5), ("rope_theta", 1e6)),
+)
+QWEN3 = QwenFamily(
+    *("qwen3", _read_qwen3, "Qwen3ForCausalLM"),
+    other_types=("qwen3_vl",),
+    parts=("qwen3_vl_text",),
+    usual=(("rope_theta", 500000.0), ("max_position_embeddings", 128000)),
+)
 SEED_OSS = LlamaFamily("seed_oss", _read_seed_oss)
 ERNIE45 = LlamaFamily("ernie4_5", _read_ernie)

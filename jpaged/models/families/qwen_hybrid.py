@@ -4,7 +4,7 @@ They differ in how checkpoints spell the projections of the delta nets, and in w
 Qwen3.5-MoE have experts, one of them shared, Qwen3.5 has ordinary MLPs.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from jpaged.models.layers import Attention
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
 from jpaged.models.norms import OnePlusRMSNorm
-from jpaged.models.rope import parse_rope
+from jpaged.models.rope import parse_rope, without_image_sections
 from jpaged.models.states import DeltaState
 
 _FUSED = "experts_in_one_tensor"
@@ -79,7 +79,7 @@ class QwenHybridFamily:
         num_layers, num_heads = read.integer("num_hidden_layers"), read.integer("num_attention_heads")
         dim, length = read.head_dim("head_dim", 256), read.integer("max_position_embeddings", 32768)
         options: dict[str, Any] = {"rotated_fraction": 0.25, "max_model_len": read.max_model_len}
-        rope, length = parse_rope(_of_text(read.config), dim, length, **options)
+        rope, length = parse_rope(without_image_sections(read.config), dim, length, **options)
         state, kinds = _state(read), _layer_kinds(read, num_layers)
         num_experts = read.integer("num_experts", read.integer("num_local_experts", 512)) if self.has_experts else 0
         routing = Routing(
@@ -220,15 +220,6 @@ def _dense_layers(read: ConfigReader, num_layers: int) -> tuple[bool, ...]:
     if not isinstance(dense, list | tuple) or not all(type(layer) is int for layer in dense):
         raise CheckpointError(f"config.json: mlp_only_layers must list layers by number, got {shown(dense)}.")
     return tuple(layer in dense or (layer + 1) % step != 0 for layer in range(num_layers))
-
-
-def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Without the sections of positions in images: those of a text are the same in all sections."""
-    for name in ("rope_parameters", "rope_scaling"):
-        if isinstance(parameters := config.get(name), Mapping):
-            kept = {key: value for key, value in parameters.items() if not key.startswith("mrope_")}
-            config = {**config, name: kept}
-    return config
 
 
 QWEN3_NEXT = QwenHybridFamily("qwen3_next", "Qwen3NextForCausalLM", joined=True)

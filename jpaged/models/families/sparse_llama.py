@@ -1,4 +1,4 @@
-"""The Llama family with experts: Mixtral, Qwen2-MoE, Qwen3-MoE, dots.llm1 and GLM-4.5.
+"""The Llama family with experts: Mixtral, Qwen2-MoE, Qwen3-MoE, dots.llm1, GLM-4.5, OLMoE and MiniMax-M2.
 
 They differ in what `SparseLlamaConfig` says (routers, shared experts, dense layers, norms of queries and keys), and in
 the names of their checkpoints' tensors.
@@ -20,30 +20,38 @@ from jpaged.models.experts import Routing, SparseConfig, feed_forward, sigmoid_r
 from jpaged.models.layers import Attention
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
-from jpaged.models.norms import RMSNorm
+from jpaged.models.norms import RMSNorm, RMSNormOfAllHeads
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseLlamaConfig(DecoderConfig, SparseConfig):
     """qk_norm: queries and keys are RMS-normalised head by head before the rotation.
+    norms_of_all: all queries of a token are RMS-normalised together, and all keys.
     qkv_bias, output_bias: which products of attention have biases.
     """
 
     qk_norm: bool = False
+    norms_of_all: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
 
 
 @dataclass(frozen=True)
 class SparseLlamaFamily:
-    """One of the architectures. reads: its configuration. names, derived_tensors: of its checkpoints' tensors."""
+    """One of the architectures. reads: its configuration. names, derived_tensors: of its checkpoints' tensors.
+    looks_ahead: checkpoints have one layer more, which predicts a token further.
+    """
 
     model_type: str
     reads: Callable[[ConfigReader], SparseLlamaConfig]
     names: pieces.ExpertNames = pieces.USUAL_NAMES
+    looks_ahead: bool = False
     derived_tensors: str = r"rotary_emb\.inv_freq$"
 
     base_prefix = "model."
+
+    def passed_over(self, config: SparseLlamaConfig) -> str:
+        return rf"^model\.layers\.{config.num_layers}\." if self.looks_ahead else ""
 
     def read_config(self, read: ConfigReader) -> SparseLlamaConfig:
         return self.reads(read)
@@ -54,12 +62,21 @@ class SparseLlamaFamily:
 
         def block(layer: int) -> SequentialBlock:
             return SequentialBlock(
-                Attention(config, layer, dtype, rngs, qkv_bias=config.qkv_bias, output_bias=config.output_bias),
+                Attention(
+                    config,
+                    layer,
+                    dtype,
+                    rngs,
+                    qkv_bias=config.qkv_bias,
+                    output_bias=config.output_bias,
+                    collectives=collectives,
+                ),
                 feed_forward(config, layer, dtype, rngs, collectives),
                 attention_norm=norm(),
                 mlp_norm=norm(),
                 query_norm=of_heads() if config.qk_norm else None,
                 key_norm=of_heads() if config.qk_norm else None,
+                head_norms=RMSNormOfAllHeads(config, config.norm_eps, dtype, rngs) if config.norms_of_all else None,
             )
 
         return Decoder(config, block, norm, dtype, rngs, collectives)
@@ -77,6 +94,9 @@ class SparseLlamaFamily:
             for norm in ("query", "key") if config.qk_norm else ():
                 scale = pieces.norm(f"{attention}.{norm[0]}_norm", f"{ours}.{norm}_norm", config.head_dim)
                 yield replace(scale, order=order)
+            if config.norms_of_all:
+                norms = f"{attention}.q_norm", f"{attention}.k_norm"
+                yield from pieces.head_norms(norms, f"{ours}.head_norms", config, flat=True, order=order)
             yield pieces.norm(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm", hidden)
             if config.dense_layers[i]:
                 yield from pieces.gated_mlp(f"{theirs}.mlp", f"{ours}.mlp", hidden, config.intermediate_size)
@@ -205,6 +225,43 @@ def _read_glm4_moe(read: ConfigReader) -> SparseLlamaConfig:
     )
 
 
+def _read_olmoe(read: ConfigReader) -> SparseLlamaConfig:
+    """Muennighoff et al. 2024, arXiv:2409.02060."""
+    read.refuse(("clip_qkv", None))
+    routing = Routing(per_token=read.integer("num_experts_per_tok", 8), renormalized=read.flag("norm_topk_prob", False))
+    num_experts = read.integer("num_experts", read.integer("num_local_experts", 64))
+    read = read.with_entries(intermediate_size=read.integer("intermediate_size", 2048))
+    fields = _fields(read, num_experts=num_experts, routing=routing, default_length=4096, default_eps=1e-5)
+    bias = read.flag("attention_bias", False)
+    return SparseLlamaConfig(
+        **fields,
+        expert_size=fields["intermediate_size"],
+        dense_layers=(False,) * fields["num_layers"],
+        norms_of_all=True,
+        qkv_bias=bias,
+        output_bias=bias,
+    )
+
+
+def _read_minimax_m2(read: ConfigReader) -> SparseLlamaConfig:
+    """MiniMax 2025; the published files say by "rotary_dim" how much of a head is rotated."""
+    read.refuse(("use_qk_norm", True), ("qk_norm_type", "per_layer"), ("scoring_func", "sigmoid"))
+    read.refuse(("use_routing_bias", True), ("shared_intermediate_size", 0))
+    read = read.with_defaults(num_key_value_heads=8, head_dim=128, intermediate_size=1536)
+    if read.config.get("rotary_dim") is not None:
+        read = read.with_defaults(partial_rotary_factor=read.integer("rotary_dim") / read.head_dim("head_dim", 128))
+    num_experts = read.integer("num_local_experts", read.integer("num_experts", 256))
+    routing = Routing(per_token=read.integer("num_experts_per_tok", 8), score="sigmoid", biased=True)
+    sizes: dict[str, Any] = {"default_length": 196608, "default_theta": 5e6, "rotated_fraction": 1.0}
+    fields = _fields(read, num_experts=num_experts, routing=routing, **sizes)
+    return SparseLlamaConfig(
+        **fields,
+        expert_size=fields["intermediate_size"],
+        dense_layers=(False,) * fields["num_layers"],
+        norms_of_all=True,
+    )
+
+
 def _fields(
     read: ConfigReader,
     *,
@@ -230,14 +287,18 @@ def _fields(
     return fields | {"num_experts": num_experts, "routing": routing}
 
 
-MIXTRAL = SparseLlamaFamily(
-    "mixtral", _read_mixtral, pieces.ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
+_MIXTRAL_NAMES = pieces.ExpertNames(
+    block="block_sparse_moe", gate="w1", up="w3", down="w2", correction="e_score_correction_bias"
 )
+MIXTRAL = SparseLlamaFamily("mixtral", _read_mixtral, _MIXTRAL_NAMES)
+MINIMAX_M2 = SparseLlamaFamily("minimax_m2", _read_minimax_m2, _MIXTRAL_NAMES)
+OLMOE = SparseLlamaFamily("olmoe", _read_olmoe)
 QWEN3_MOE = SparseLlamaFamily("qwen3_moe", _read_qwen3_moe)
 QWEN2_MOE = SparseLlamaFamily("qwen2_moe", _read_qwen2_moe, pieces.ExpertNames(shared="shared_expert"))
 DOTS1 = SparseLlamaFamily("dots1", _read_dots1)
 GLM4_MOE = SparseLlamaFamily(
-    # One layer more than there are, which predicts a token further; of GLM-4.5-Air and of GLM-4.5 and 4.6.
+    # Also where config.json has fewer layers than GLM-4.5-Air, or than GLM-4.5 and 4.6.
     *("glm4_moe", _read_glm4_moe),
+    looks_ahead=True,
     derived_tensors=r"rotary_emb\.inv_freq$|^model\.layers\.(46|92)\.",
 )

@@ -177,6 +177,7 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str = "shared_experts"
+    correction: str = "gate.e_score_correction_bias"
 
 
 USUAL_NAMES = ExpertNames()
@@ -366,7 +367,7 @@ def sparse_mlp(theirs: str, ours: str, config: SparseShape, names: ExpertNames =
     hidden = config.hidden_size
     yield transposed(f"{theirs}.gate.weight", f"{ours}.router.gate", hidden, config.num_experts)
     if config.routing.biased:
-        correction = f"{theirs}.gate.e_score_correction_bias"
+        correction = f"{theirs}.{names.correction}"
         yield as_is(correction, f"{ours}.router.correction", config.num_experts)
     yield from experts(
         f"{theirs}.experts",

@@ -157,7 +157,7 @@ def test_old_rotary_buffers_are_ignored(llama: Path) -> None:
     assert same(load(llama), expected)
 
 
-@pytest.mark.parametrize("layer", [46, 92])
+@pytest.mark.parametrize("layer", [2, 46, 92])
 def test_the_layer_of_glm_4_5_that_predicts_further_tokens_is_ignored_and_others_are_not(
     layer: int, tmp_path: Path
 ) -> None:
