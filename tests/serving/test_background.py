@@ -14,6 +14,7 @@ from jpaged.serving.dialects.background import BackgroundResponses
 from jpaged.serving.dialects.event_record import EventRecord
 from jpaged.serving.dialects.response_store import ResponseStore
 from jpaged.serving.dialects.responses import ResponsesRequest
+from jpaged.serving.dialects.responses_answer import ResponsesAnswer
 from jpaged.serving.errors import ApiError
 from tests.serving.server_process import KEY, Server
 
@@ -135,7 +136,7 @@ def test_what_cannot_run_in_the_background_is_refused_at_once(server):
 def test_a_response_that_fails_says_so_and_can_be_asked_for():
     store = ResponseStore()
     body = ResponsesRequest(input="hi", background=True)
-    answer = responses.ResponsesAnswer(responses.chat_of(body, store), context("chatcmpl-1"), body, store)
+    answer = ResponsesAnswer(responses.chat_of(body, store), context("chatcmpl-1"), body, store)
     events = answer.queued() + answer.failed(ApiError(500, "The engine failed."))
     answer.keep()
     kinds = [line[7:] for line in events.decode().splitlines() if line.startswith("event")]

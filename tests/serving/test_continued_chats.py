@@ -13,7 +13,8 @@ from jpaged.serving.answers import AnswerContext, answer_to
 from jpaged.serving.batch_requests import CHAT, parse_request
 from jpaged.serving.chat_template import template_arguments
 from jpaged.serving.dialects.response_store import ResponseStore
-from jpaged.serving.dialects.responses import ResponsesAnswer, ResponsesRequest, chat_of
+from jpaged.serving.dialects.responses import ResponsesRequest, chat_of
+from jpaged.serving.dialects.responses_answer import ResponsesAnswer
 from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import ChatCompletionRequest, TokenizeRequest
 from jpaged.serving.turns import reading_of, turn_of

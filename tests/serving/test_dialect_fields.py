@@ -12,6 +12,7 @@ from jpaged.serving.dialects import messages, responses
 from jpaged.serving.dialects.messages import MessagesRequest
 from jpaged.serving.dialects.response_store import ResponseStore
 from jpaged.serving.dialects.responses import ResponsesRequest
+from jpaged.serving.dialects.responses_answer import ResponsesAnswer
 from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import ChatCompletionRequest, ModelCard, refuse_unsupported
 from jpaged.serving.turns import Reading, turn_of
@@ -143,7 +144,7 @@ def answer_of(body, store):
     chat = responses.chat_of(body, store)
     chat.chat_template = THINKS
     context = AnswerContext("chatcmpl-12", "m", [ProcessedInput("hi", [5], ())], None, reading_of(chat))
-    return responses.ResponsesAnswer(chat, context, body, store)
+    return ResponsesAnswer(chat, context, body, store)
 
 
 def output(said, *, reason="stop"):

@@ -15,6 +15,7 @@ from jpaged.serving.dialects import messages, response_store, responses
 from jpaged.serving.dialects.messages import MessagesRequest
 from jpaged.serving.dialects.response_store import ResponseStore
 from jpaged.serving.dialects.responses import ResponsesRequest
+from jpaged.serving.dialects.responses_answer import ResponsesAnswer
 from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import ChatCompletionRequest
 from tests.serving.server_process import KEY
@@ -204,7 +205,7 @@ def answers_of(kind):
     if kind == "messages":
         return [messages.MessagesAnswer(chat, context) for _ in range(2)]
     body, store = ResponsesRequest(input="hi"), ResponseStore()
-    return [responses.ResponsesAnswer(chat, context, body, store) for _ in range(2)]
+    return [ResponsesAnswer(chat, context, body, store) for _ in range(2)]
 
 
 @pytest.mark.parametrize("why", ["the grammar takes too much", None])

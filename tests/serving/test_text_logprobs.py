@@ -12,7 +12,8 @@ from jpaged.frontend.inputs import ProcessedInput
 from jpaged.serving.answers import AnswerContext
 from jpaged.serving.dialects import responses
 from jpaged.serving.dialects.response_store import ResponseStore
-from jpaged.serving.dialects.responses import ResponsesAnswer, ResponsesRequest
+from jpaged.serving.dialects.responses import ResponsesRequest
+from jpaged.serving.dialects.responses_answer import ResponsesAnswer
 from jpaged.serving.dialects.text_logprobs import TextTokens
 from jpaged.serving.errors import ApiError
 from jpaged.serving.turns import Reading, turn_of

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.dialects.event_record import EventRecord
 from jpaged.serving.dialects.items import named_event
-from jpaged.serving.dialects.responses import ResponsesAnswer
+from jpaged.serving.dialects.responses_answer import ResponsesAnswer
 from jpaged.serving.errors import ApiError, OverloadedError
 from jpaged.serving.http import ClientDisconnected, error_response, reported, unless_disconnected
 from jpaged.serving.jobs import Job

@@ -40,16 +40,17 @@ def named_event(body: dict[str, Any]) -> bytes:
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """An error in the words of a dialect, whose tools are functions themselves. names: of its fields, by those of the
-    chat that it stands for."""
+    """An error that names fields as a dialect does. In both dialects a tool has no "function" inside it.
+
+    names: the dialect's fields, by those of the chat that its request stands for.
+    """
     message = _OF_FUNCTION.sub(lambda found: found[1] + names.get(found[2], found[2]), error.message)
-    error = ApiError(error.status, message, param=error.param, code=error.code, kind=error.kind, headers=error.headers)
+    param = error.param
     first: str = re.split(r"[^a-z_]", message, maxsplit=1)[0]
-    field = error.param if error.param is not None and error.param in names else first
-    if field not in names:
-        return error
-    message = re.sub(rf"\b{field}\b", names[field], message, count=1)
-    return ApiError(error.status, message, param=names[field], code=error.code, kind=error.kind, headers=error.headers)
+    field = param if param is not None and param in names else first
+    if field in names:
+        message, param = re.sub(rf"\b{field}\b", names[field], message, count=1), names[field]
+    return ApiError(error.status, message, param=param, code=error.code, kind=error.kind, headers=error.headers)
 
 
 class ItemsAnswer(Answer):

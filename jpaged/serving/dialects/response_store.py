@@ -37,13 +37,13 @@ class ResponseStore:
         Raises:
             ApiError: it is not kept, or not any more, or was not finished.
         """
-        found = self._kept.get(response_id)
         if not response_id.startswith("resp_"):
             raise ApiError(
                 400,
                 f"previous_response_id must begin with resp_, got {response_id[:80]!r}.",
                 param="previous_response_id",
             )
+        found = self._kept.get(response_id)
         if found is None:
             raise ApiError(
                 404,

@@ -17,7 +17,8 @@ from jpaged.serving.dialects import messages, responses
 from jpaged.serving.dialects.background import BackgroundResponses, RecordedStream
 from jpaged.serving.dialects.messages import MessagesAnswer, MessagesRequest
 from jpaged.serving.dialects.response_store import ResponseStore
-from jpaged.serving.dialects.responses import ResponsesAnswer, ResponsesRequest
+from jpaged.serving.dialects.responses import ResponsesRequest
+from jpaged.serving.dialects.responses_answer import ResponsesAnswer
 from jpaged.serving.errors import ApiError, api_error
 from jpaged.serving.http import guarded, json_response, unless_disconnected
 from jpaged.serving.jobs import JobMaker, MakeAnswer
@@ -30,7 +31,7 @@ from jpaged.serving.streams import JobStream, all_outputs
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 _DIGITS = 12
-"""Of an event's number, more than any answer has."""
+"""The most that an event's number may have; no answer has so many events."""
 
 
 def dialect_routes(
