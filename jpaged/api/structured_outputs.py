@@ -31,7 +31,7 @@ class StructuredOutputsParams:
         choice: the answer is one of these strings.
         grammar: a context-free grammar in llguidance's Lark syntax, or in GBNF (`root ::= ...`).
         json_object: True: the answer is any JSON object.
-        structural_tag: parts that are constrained each in its own way, as JSON text or a dictionary:
+        structural_tag: a text of parts, each constrained in its own way, as JSON text or a dictionary:
             {"type": "structural_tag", "format": {...}} as XGrammar has it (`jpaged.text.structural_tags`), or
             {"type": "structural_tag", "triggers": ["<function="], "structures": [{"begin": "<function=f>", "schema":
             {...}, "end": "</function>"}]}. Every `begin` starts with one of the triggers.

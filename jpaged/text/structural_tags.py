@@ -1,4 +1,4 @@
-"""Structural tags in llguidance's Lark: texts made of parts that are constrained each in its own way.
+"""Structural tags in llguidance's Lark: texts made of parts, each constrained in its own way.
 
     {"type": "structural_tag", "triggers": [...], "structures": [{"begin", "schema", "end"}, ...]}      the older form
     {"type": "structural_tag", "format": FORMAT}      const_string, json_schema, regex, grammar, any_text, sequence, or,
@@ -26,7 +26,7 @@ _FIELDS: dict[str, tuple[type, ...]] = {
     "content": (dict,),
     **{name: (bool, type(None)) for name in ("at_least_one", "stop_after_first")},
 }
-"""Types of fields."""
+"""The types that a field may have."""
 
 
 def tags_as_lark(text: str, expression: Expression) -> str:
@@ -56,15 +56,16 @@ def _of_structures(given: Mapping[str, Any]) -> dict[str, Any]:
         fields = one if isinstance(one, dict) else {}
         begin, schema, end = fields.get("begin"), fields.get("schema"), fields.get("end")
         if not isinstance(begin, str) or not isinstance(schema, dict) or not isinstance(end, str):
-            raise _refused(f'structures[{i}] needs "begin", "schema" and "end".')
+            raise _refused('needs "begin", "schema" and "end".', f"structures[{i}]")
         tags.append({"begin": begin, "content": {"type": "json_schema", "json_schema": schema}, "end": end})
     if not tags:
         raise _refused("has no structures; give at least one.")
     return {"triggers": triggers, "tags": tags}
 
 
-def _refused(said: str) -> InvalidParameterError:
-    return InvalidParameterError(f"{_NAME} {said}" if said.startswith(("must", "needs", "has")) else f"{_NAME}: {said}")
+def _refused(said: str, where: str = "") -> InvalidParameterError:
+    """where: the place in the tag; "" for the tag itself."""
+    return InvalidParameterError(f"{_NAME}: {where} {said}" if where else f"{_NAME} {said}")
 
 
 class _Writer:
@@ -75,7 +76,7 @@ class _Writer:
         self._expression = expression
 
     def part(self, where: str, given: Any, last: bool) -> str:
-        """An expression for a part. last: whether nothing follows it, so that it may be any text."""
+        """An expression for a part. where: its place in the tag. last: nothing follows it, so it may be any text."""
         kind = given.get("type") if isinstance(given, dict) else None
         if kind == "const_string":
             (value,) = _fields(where, given, "value")
@@ -101,22 +102,22 @@ class _Writer:
         if kind == "tags_with_separator":
             return self._separated(where, given)
         if kind not in ("any_text", "triggered_tags"):
-            raise _refused(f"{where}.type is {str(kind)[:80]!r}, which is not supported.")
+            raise _refused(f"is {str(kind)[:80]!r}, which is not supported.", f"{where}.type")
         if not last:
-            raise _refused(f"{where}: {kind} is supported at the end of the text, and any_text in a tag.")
+            raise _refused(f"{kind} is supported at the end of the text, and any_text in a tag.", f"{where}:")
         return _TEXT if kind == "any_text" else self.triggered(where, given)
 
     def triggered(self, where: str, given: Mapping[str, Any]) -> str:
-        """Free text; what begins with a trigger is one of the tags."""
+        """Free text; what begins with a trigger is one of the tags. where: "" for the older form."""
         triggers, tags = _fields(where, given, "triggers", "tags")
         least, first = _fields(where, given, "at_least_one", "stop_after_first")
         written = []
-        for i, tag in enumerate(_filled(f"{where}.tags".lstrip("."), tags)):
+        for i, tag in enumerate(_filled(f"{where}.tags", tags)):
             place = f"{where}.tags[{i}]" if where else f"structures[{i}]"
             begin = _fields(place, tag, "begin")[0]
             trigger = next((t for t in triggers if isinstance(t, str) and t and begin.startswith(t)), None)
             if trigger is None:
-                raise _refused(f"{place} begins with none of the triggers.")
+                raise _refused("begins with none of the triggers.", place)
             opened = self._rule(f"{_TEXT} {_literal(trigger)}", "[lazy]")
             written.append(self._rule(f"{opened} {self._tag(place, tag, begin[len(trigger) :])}"))
         tag = f"({' | '.join(written)})"
@@ -130,7 +131,7 @@ class _Writer:
         opening = opening if begin is None else begin
         if content.get("type") == "any_text":
             if not end:
-                raise _refused(f"{where}: a tag with any_text needs an end.")
+                raise _refused("a tag with any_text needs an end.", f"{where}:")
             inside = self._rule(f"{_TEXT} {_literal(end)}", "[lazy]")
         else:
             inside = f"{self.part(f'{where}.content', content, last=False)} {_literal(end)}"
@@ -139,7 +140,8 @@ class _Writer:
     def _separated(self, where: str, given: Mapping[str, Any]) -> str:
         tags, separator = _fields(where, given, "tags", "separator")
         least, first = _fields(where, given, "at_least_one", "stop_after_first")
-        one = self._rule(" | ".join(self._tag(f"{where}.tags[{i}]", tag) for i, tag in enumerate(_filled(where, tags))))
+        filled = enumerate(_filled(f"{where}.tags", tags))
+        one = self._rule(" | ".join(self._tag(f"{where}.tags[{i}]", tag) for i, tag in filled))
         several = one if first else self._rule(f"{one} ({_literal(separator)} {one})*")
         return several if least else f"{several}?"
 
@@ -167,12 +169,12 @@ def _fields(where: str, given: Any, *names: str) -> list[Any]:
     for name in names:
         value = given.get(name) if isinstance(given, dict) else None
         if not isinstance(value, _FIELDS[name]):
-            raise _refused(f"{where}.{name}".lstrip(".") + " is missing or not of its type.")
+            raise _refused("is missing or not of its type.", f"{where}.{name}" if where else name)
         values.append(value)
     return values
 
 
 def _filled(where: str, parts: Sequence[Any]) -> Sequence[Any]:
     if not parts:
-        raise _refused(f"{where} is empty; give at least one.")
+        raise _refused("is empty; give at least one.", where)
     return parts

@@ -112,6 +112,7 @@ def test_the_older_form_means_the_same_as_triggered_tags(takes):
         (triggered(tags=[]), "format.tags is empty"),
         (triggered(tags=[5]), "format.tags[0].begin is missing or not of its type"),
         (triggered(at_least_one=5), "format.at_least_one is missing or not of its type"),
+        (separated(tags=[]), "format.tags is empty"),
         (separated(separator=None), "format.separator is missing or not of its type"),
     ],
 )
