@@ -361,6 +361,22 @@ def lost_here() -> str | None:
     )
 
 
+def slower_calls_here(backend: str | None) -> str | None:
+    """Why jaxlib launches Triton's kernels on JAX's default device, which makes small steps slower. None where XLA
+    launches them, no Triton kernel runs, or JPAGED_TRITON_CALLS says who shall launch them.
+
+    backend: the forced one; None: chosen by device.
+    """
+    if devices.default_device().platform != "gpu" or (backend or preferred_here()) != "triton":
+        return None
+    if native_calls.asked_for() is not None or (reason := native_calls.why_not_default()) is None:
+        return None
+    return (
+        f"jaxlib launches Triton's kernels, so small steps take longer: {reason}. {native_calls.VARIABLE}=ffi silences"
+        " this."
+    )
+
+
 def compilers() -> tuple[str, ...]:
     """Names and versions of the packages beside JAX that kernels are compiled by, as far as they are installed, and
     whether Triton's kernels are called natively.

@@ -67,7 +67,7 @@ from jpaged.host.interrupt import KeptInterrupt
 from jpaged.models import Model, ModelConfig, Weights, build
 from jpaged.models.experts import split_by_experts
 from jpaged.models.loading.live import WeightUpdater
-from jpaged.pallas_kernels import devices, registry
+from jpaged.pallas_kernels import registry
 from jpaged.pallas_kernels.common import cuda_driver, native_calls
 
 log = logging.getLogger("jpaged.startup")
@@ -140,14 +140,13 @@ def _check_triton_calls() -> None:
 
 
 def _place_code_of_driver() -> None:
-    """Has the GPU's driver keep what it compiles beside the compiled programs, where its own directory cannot be
-    written."""
+    """If the GPU's driver cannot write its own directory, has it keep what it compiles beside our compiled programs."""
     if cuda_driver.wants_code_directory() and (directory := cache_directory("cuda")) is not None:
         os.environ[cuda_driver.PATH] = str(directory)
 
 
 def _check_backend(kernel_backend: str | None) -> None:
-    """Warns if a device that has kernels will do without.
+    """Warns if a device that has kernels will do without, or launch them the slower way.
 
     Raises:
         InvalidParameterError: the forced backend cannot run here.
@@ -159,19 +158,8 @@ def _check_backend(kernel_backend: str | None) -> None:
             )
     elif (lost := registry.lost_here()) is not None:
         log.warning(lost)
-    _warn_of_slow_calls(kernel_backend)
-
-
-def _warn_of_slow_calls(kernel_backend: str | None) -> None:
-    """Says why a device that runs Triton's kernels has jaxlib launch them, unless that was asked for."""
-    if devices.default_device().platform != "gpu" or (kernel_backend or registry.preferred_here()) != "triton":
-        return
-    if native_calls.asked_for() is None and (reason := native_calls.why_not_default()) is not None:
-        log.warning(
-            "jaxlib launches Triton's kernels, so small steps take longer: %s. %s=ffi silences this.",
-            reason,
-            native_calls.VARIABLE,
-        )
+    if (slower := registry.slower_calls_here(kernel_backend)) is not None:
+        log.warning(slower)
 
 
 def _start_on(

@@ -6,7 +6,7 @@ import pytest
 
 from jpaged.api.config import EngineArgs
 from jpaged.api.errors import InvalidParameterError
-from jpaged.executor.start.startup import _check_backend, _place_code_of_driver, _warn_of_slow_calls, start
+from jpaged.executor.start.startup import _check_backend, _place_code_of_driver, start
 from jpaged.pallas_kernels import devices, registry
 from jpaged.pallas_kernels.common import cuda_driver, native_calls
 from jpaged.pallas_kernels.devices import Device
@@ -58,30 +58,30 @@ def test_a_wrong_word_for_calls_of_triton_kernels_is_refused_at_the_start_with_t
 def refused_native_calls(monkeypatch):
     """An A100 whose driver may not compile Triton's kernels."""
     monkeypatch.setattr(devices, "default_device", lambda: Device("gpu", (8, 0)))
-    monkeypatch.setattr(registry, "_triton_missing", lambda: None)
+    monkeypatch.setattr(registry, "lost_here", lambda: None)  # as with jax-triton installed, which 3.11 cannot have
+    monkeypatch.setattr(registry, "preferred_here", lambda: "triton")
     monkeypatch.setattr(native_calls, "why_not_default", lambda: "CUDA_CACHE_DISABLE=1 is set; unset it")
     monkeypatch.delenv(native_calls.VARIABLE, raising=False)
 
 
 def test_a_gpu_whose_triton_kernels_jaxlib_has_to_launch_is_told_why(refused_native_calls, caplog):
-    _warn_of_slow_calls("triton")
+    _check_backend(None)
     [record] = caplog.records
     assert record.levelname == "WARNING"
     assert "CUDA_CACHE_DISABLE=1 is set; unset it. JPAGED_TRITON_CALLS=ffi silences this" in record.getMessage()
 
 
 @pytest.mark.parametrize("way", ["ffi", "native"])
-def test_nothing_is_said_of_calls_that_were_asked_for_by_name(refused_native_calls, caplog, monkeypatch, way):
+def test_nothing_is_said_of_calls_that_were_asked_for_by_name(refused_native_calls, monkeypatch, way):
+    assert registry.slower_calls_here("triton") is not None
     monkeypatch.setenv("JPAGED_TRITON_CALLS", way)
-    _warn_of_slow_calls("triton")
-    assert not caplog.records
+    assert registry.slower_calls_here("triton") is None
 
 
-def test_nothing_is_said_where_no_triton_kernel_runs(refused_native_calls, caplog, monkeypatch):
-    _warn_of_slow_calls("xla")
+def test_nothing_is_said_where_no_triton_kernel_runs(refused_native_calls, monkeypatch):
+    assert registry.slower_calls_here("xla") is None
     monkeypatch.setattr(devices, "default_device", lambda: Device("cpu"))
-    _warn_of_slow_calls("triton")
-    assert not caplog.records
+    assert registry.slower_calls_here("triton") is None
 
 
 def test_the_driver_keeps_its_code_beside_the_programs_where_it_has_no_place(monkeypatch, tmp_path):
