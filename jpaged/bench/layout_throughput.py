@@ -62,7 +62,7 @@ def beside(figure: Mapping[str, Any], others: Mapping[str, Any]) -> _Found:
 def _prompts(engine: LLMEngine, lengths: Sequence[int], seed: int) -> Iterator[_Found]:
     """Prompts of one length that arrive together, as many as make up the longest, until the last one's first token.
 
-    The median of three rounds, behind one that leaves its pages where the next find them, as a busy server's do.
+    The median of three rounds, after a first one whose pages the others find mapped, as on a busy server.
     """
     limits, rng = engine.request_limits(), np.random.default_rng(seed)
     fit = [length for length in lengths if length < min(limits.max_model_len, limits.pool_tokens)]

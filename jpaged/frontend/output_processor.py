@@ -92,7 +92,7 @@ class OutputProcessor:
 
     def process(self, updates: list[RequestUpdate]) -> list[RequestOutput]:
         """Outputs for the updates of one step, at most one a request. Ends sequences at their stop strings."""
-        if len(updates) == 1:  # so it is for each token of a stream
+        if len(updates) == 1:  # as for each token of a lone stream, which so skips the grouping
             update = updates[0]
             state = self._open[update.request.request_id]
             sequence = state.sequences[update.request.index]

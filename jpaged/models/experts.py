@@ -288,7 +288,7 @@ class GroupedExperts(nnx.Module):
         backend: str | None,
         rows: SortedRows | None = None,
     ) -> jax.Array:
-        """The weighted sum of each token's experts, of those that are here; or of experts of weighted inputs, the sum.
+        """The sum of what each token's experts here give, weighted unless the weights multiply their inputs.
 
         x: [T, hidden]. experts: int32 [T, k], counted from the first one here; others count for nothing.
         weights: float32 [T, k].
@@ -331,8 +331,8 @@ def mix(
 ) -> jax.Array:
     """The experts' MLPs as grouped products; the other arguments are those of `GroupedExperts`.
 
-    products: with gate_up and with down, of num_experts each. biases: of both; none with weighted_inputs, which is as
-    of `SparseConfig`.
+    products: with gate_up and with down, of num_experts each. biases: of both; None with weighted_inputs.
+    weighted_inputs: as in `SparseConfig`.
     """
     (tokens, each), (gate_up, down) = experts.shape, products
     x = x.astype(down.promoted(gate_up.promoted(x.dtype)))
@@ -343,7 +343,7 @@ def mix(
         gated = partial(gate_up.gated, activation=activation, backend=backend)
 
     def weigh(read: jax.Array, of_rows: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """What experts read, [A, hidden], and the weights that are left for what they give."""
+        """What experts read, [A, hidden], and the weights of what they give; None: they are in the former."""
         if not weighted_inputs:
             return read, of_rows
         return (read * of_rows[: read.shape[0], None]).astype(read.dtype), None

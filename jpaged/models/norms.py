@@ -69,7 +69,7 @@ class RMSNorm(Norm):
 
 
 class UnscaledRMSNorm(RMSNorm):
-    """Times nothing: it has no weights (Llama 4's of queries and keys)."""
+    """`RMSNorm` without weights (Llama 4's of queries and keys)."""
 
     def __init__(self, size: int, eps: float, dtype: jnp.dtype) -> None:
         self.eps, self.size, self.dtype = eps, size, dtype

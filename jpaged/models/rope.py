@@ -140,8 +140,8 @@ def parse_rope(
 
 
 def without_image_sections(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config.json whose RoPE has no sections of positions in images: of text all sections have the same positions, so
-    that the rotation is the usual one."""
+    """config.json without RoPE's sections for positions in images ("mrope"). A token of text has the same position in
+    every section, so its rotation is the usual one."""
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(parameters := config.get(name), Mapping):
             kept = {key: value for key, value in parameters.items() if not key.startswith("mrope_")}
@@ -153,7 +153,7 @@ def without_image_sections(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def window_rope(config: Mapping[str, Any], head_dim: int, theta: float) -> Rope:
     """The rotation of layers with a window, in models that stretch that of the other layers alone (Gemma 3, OLMo 3).
 
-    theta: where config.json says none of these layers.
+    theta: used where config.json gives none for these layers.
 
     Raises: as `parse_rope`.
     """

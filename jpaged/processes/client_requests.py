@@ -224,7 +224,7 @@ class StepRequests(ClientRequests):
         ids = list(request_ids)
         self._core.abort(ids)
         super().abort(ids)
-        self._num_starts = -1  # what waits no longer is to be found
+        self._num_starts = -1  # the next step looks through `_not_started`, which may have some of these
 
     def abort_reporting(self, request_ids: Iterable[str]) -> FromEngine | None:
         entries, updates = dict(self._requests), []

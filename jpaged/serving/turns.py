@@ -159,8 +159,11 @@ class Turn:
 
 @dataclass(frozen=True)
 class Reading:
-    """How the answer to a chat is read. reasons: where its prompt leaves it. shows_reasoning: or leaves it
-    out. continues: it goes on from the last message. apart: or reasoning is content, with its marks."""
+    """How the answer to a chat is read.
+
+    reasons: where the prompt leaves its reasoning. shows_reasoning: reasoning is part of the answer. continues: it goes
+    on from the last message. apart: reasoning is read apart from content; False: it stays there, with its marks.
+    """
 
     turn: Turn
     reasons: Reasons
@@ -404,7 +407,7 @@ def _allowed(given: Any, tools: Sequence[Tool]) -> tuple[str, tuple[Tool, ...]]:
 
 
 def _effort(request: ChatCompletionRequest, template: str, *, reasons: bool) -> dict[str, Any]:
-    """Variables of the template that say how much the model shall reason. reasons: whether it does at all."""
+    """Variables of the template that say how much the model shall reason. reasons: the model reasons at all."""
     effort = request.reasoning_effort if request.reasoning is None else _asked_effort(request.reasoning)
     if effort is None:
         return {}
@@ -429,7 +432,11 @@ def _effort(request: ChatCompletionRequest, template: str, *, reasons: bool) -> 
 
 
 def _asked_effort(reasoning: Mapping[str, Any]) -> Any:
-    """The effort that `reasoning` asks for, as SGLang and others take it: its own, or whether there is any."""
+    """The effort that `reasoning` asks for, as SGLang and others take it: its "effort", or by "enabled" medium or none.
+
+    Raises:
+        ApiError: it has other fields, or `enabled` is no boolean.
+    """
     effort, enabled = reasoning.get("effort"), reasoning.get("enabled")
     if reasoning.keys() - {"effort", "enabled"} or enabled not in (None, True, False):
         raise ApiError(

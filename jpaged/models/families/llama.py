@@ -34,7 +34,7 @@ _ROPE_OF_MINISTRAL3 = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-"""Where the config.json of a Ministral 3 has none."""
+"""RoPE's parameters where the config.json of a Ministral 3 has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,7 @@ class LlamaFamily:
 
 
 class MistralFamily(LlamaFamily):
-    """Mistral, also as the text part of a multimodal model (Mistral Small 3.1), of which another may be Ministral 3."""
+    """Mistral, also as the text part of a multimodal model, which may be Ministral 3 as well."""
 
     other_types = ("mistral3",)
     derived_tensors = rf"rotary_emb\.inv_freq$|{OTHER_PARTS}"
@@ -170,8 +170,8 @@ class MistralFamily(LlamaFamily):
 class QwenFamily(LlamaFamily):
     """Qwen, also as the text part of a Qwen-VL, whose config.json may be flat.
 
-    text: the architecture of text. others: model_types of the multimodal ones. parts: of their text parts.
-    usual: what those leave out.
+    text: the architecture of the text model. other_types: model_types of Qwen-VLs. parts: model_types of their text
+    parts. usual: entries that a Qwen-VL's config.json may leave out, and their values.
     """
 
     text: str
@@ -248,7 +248,7 @@ def _read_ministral(read: ConfigReader) -> LlamaConfig:
 
 
 def _read_ministral3(read: ConfigReader) -> LlamaConfig:
-    """Mistral AI 2025: attention sharpens in steps of the original length, by a weight among RoPE's parameters."""
+    """Mistral AI 2025: as Mistral, with a temperature of attention whose weight stands among RoPE's parameters."""
     read = read.with_defaults(num_key_value_heads=8)
     parameters = read.config.get("rope_scaling") or read.config.get("rope_parameters") or _ROPE_OF_MINISTRAL3
     read = read.with_entries(rope_scaling=parameters)
@@ -316,13 +316,17 @@ MISTRAL = MistralFamily("mistral", _read_mistral)
 MINISTRAL = LlamaFamily("ministral", _read_ministral)
 MINISTRAL3 = MistralFamily("ministral3", _read_ministral3)
 QWEN2 = QwenFamily(
-    *("qwen2", _read_qwen2, "Qwen2ForCausalLM"),
+    model_type="qwen2",
+    reads=_read_qwen2,
+    text="Qwen2ForCausalLM",
     other_types=("qwen2_5_vl", "qwen2_vl"),
     parts=("qwen2_5_vl_text", "qwen2_vl_text"),
     usual=(("num_key_value_heads", 8), ("rms_norm_eps", 1e-5), ("rope_theta", 1e6)),
 )
 QWEN3 = QwenFamily(
-    *("qwen3", _read_qwen3, "Qwen3ForCausalLM"),
+    model_type="qwen3",
+    reads=_read_qwen3,
+    text="Qwen3ForCausalLM",
     other_types=("qwen3_vl",),
     parts=("qwen3_vl_text",),
     usual=(("rope_theta", 500000.0), ("max_position_embeddings", 128000)),

@@ -65,7 +65,7 @@ class Llama4Family:
         num_layers, (rope,) = fields["num_layers"], fields["ropes"]
         rotated = _rotated_layers(read, num_layers)
         has_norms = read.flag("use_qk_norm", True)
-        if has_norms:  # behind the rotation, where they take its scale away again
+        if has_norms:  # they come after the rotation, so they cancel its scale
             fields["ropes"] = (replace(rope, attention_scale=1.0),)
         if (chunk := _chunk_size(read, rotated)) is not None:
             fields["max_position_embeddings"] = min(fields["max_position_embeddings"], chunk)
@@ -124,7 +124,7 @@ class Llama4Family:
 
 
 def _experts(theirs: str, ours: str, config: Llama4Config) -> Iterator[Piece]:
-    """Of all experts together, inputs before outputs; columns of the gate before those of up."""
+    """A layer's experts are one tensor, [experts, inputs, outputs]; the gate's columns stand before those of up."""
     experts, hidden, inner = config.num_experts, config.hidden_size, config.expert_size
     yield pieces.transposed(f"{theirs}.router.weight", f"{ours}.router.gate", hidden, experts)
     both, split = (experts, hidden, 2 * inner), (experts, hidden, 2, inner)
@@ -167,7 +167,7 @@ def _chunk_size(read: ConfigReader, rotated: tuple[bool, ...]) -> int | None:
 
 
 def _is_tempered(read: ConfigReader) -> bool:
-    """The first published files have a number in place of true."""
+    """Whether layers without RoPE have a temperature. The first published files have a number in place of true."""
     value = read.config.get("attn_temperature_tuning", True)
     if not isinstance(value, int):
         raise CheckpointError(f"config.json: attn_temperature_tuning must be true or false, got {shown(value)}.")

@@ -19,8 +19,8 @@ _COMPILES_NOTHING = ("CUDA_DISABLE_PTX_JIT", "CUDA_DISABLE_JIT")
 
 
 def why_not_compiler() -> str | None:
-    """Why the driver should not be left to compile thousands of kernels; None if it compiles each but once, and keeps
-    it. What to do about it is part of the sentence."""
+    """Why the driver should not compile thousands of kernels; None if it compiles each once and keeps it. The reason
+    says what to do about it."""
     version = _version()
     if version is None:
         return "there is no NVIDIA driver here"

@@ -1,7 +1,7 @@
 """How a Triton kernel is called from a jitted function.
 
     on a GPU   jax-triton compiles the kernel while the function is lowered: a custom call, which CUDA graphs take;
-               `native_calls` has XLA launch the kernel itself
+               `native_calls` has XLA launch it itself, by default where that is checked
     on a CPU   Triton's interpreter runs it, if TRITON_INTERPRET=1 was set before Python started (`triton_interpreted`)
 
 A kernel is a function under `triton.jit`. Its parameters are, in this order: pointers to the arrays that it reads, to

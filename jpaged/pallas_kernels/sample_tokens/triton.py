@@ -307,7 +307,7 @@ def _choose(
             highest = tl.load(maxima + row * GROUPS + group, mask=group < GROUPS, other=-_INF)
             floor = below(tl.minimum(top + offset, top))
             if k > 0:
-                # Below the least of the groups' largest, all of them count; where they are fewer than k, so does all.
+                # Every group exceeds a floor just below the least of their maxima. Fewer than k groups set no floor.
                 lowest = below(tl.min(tl.where(group < GROUPS, highest, _INF), axis=0))
                 lowest = tl.where(k <= GROUPS, lowest, -_INF)
                 floor = tl.maximum(floor, floor_of(highest, lowest, top, k, k + k // 4))

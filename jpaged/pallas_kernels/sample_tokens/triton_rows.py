@@ -100,8 +100,10 @@ def _packed_counts(x, first, second, third):
 
 @triton.jit
 def floor_of(x, floor, top, k, most):
-    """A logit from `floor` on that k of the numbers exceed, at most `most` save for ties; the floor itself where fewer
-    than k exceed that. top: not below the largest."""
+    """A number not below `floor` that at least k of x exceed; `floor` where fewer than k do.
+
+    x: float32 [N]. top: not below the largest of x. most: at most so many of x exceed the result, but for ties.
+    """
     low, high = _image(floor).to(tl.int64), _image(top).to(tl.int64)
     count = tl.full((), 0x7FFFFFFF, tl.int64)
     while (high - low > 1) & (count > most):
@@ -176,7 +178,8 @@ def load_tokens(logits, few, held, ROOM: tl.constexpr):
 
 @triton.jit
 def keep_share(x, at, token, logit, wanted, top, rate, key0, key1):
-    """The given token, if the mass above its logit is less than wanted; else the best of those above it that is kept.
+    """The given token if the mass above its logit is less than `wanted`; else the best token above it of which this
+    holds.
 
     x, at: of the tokens above the logit, and perhaps others. wanted: in units of the largest logit, `top`.
     """

@@ -110,7 +110,7 @@ class BackgroundResponses:
 
 
 class RecordedStream(Response):
-    """The events of a record as server-sent events, from a number on; none for HEAD. Its end ends no run."""
+    """The events of a record as server-sent events, from a number on; none for HEAD. A client that goes ends no run."""
 
     def __init__(self, record: EventRecord, number: int = 0) -> None:
         super().__init__()

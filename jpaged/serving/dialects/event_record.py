@@ -12,7 +12,7 @@ class EventRecord:
     """The events of one response by their numbers.
 
     Args:
-        max_bytes: the oldest events give way.
+        max_bytes: of the events that are kept; the oldest give way.
 
     Attributes:
         num_bytes: of those that are kept.
@@ -37,6 +37,7 @@ class EventRecord:
         self._wake()
 
     def end(self) -> None:
+        """No more will come; readers end."""
         self._has_ended = True
         self._wake()
 

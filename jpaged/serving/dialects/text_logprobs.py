@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 _T = TypeVar("_T")
 
 _MAX_GAP = 8
-"""Characters of a text that belong to no token: those that stand for bytes which make none."""
+"""The most characters of a text in a row that belong to no token: they stand for bytes that make no character."""
 
 
 class TextTokens(Generic[_T]):
@@ -45,7 +45,8 @@ class TextTokens(Generic[_T]):
     def taken(self, places: Iterable[tuple[int, int]], read: int) -> list[_T]:
         """The tokens of content. They are not taken again.
 
-        places: from and to of each piece of it, in order. read: up to where all is known; tokens in front are dropped.
+        places: from and to of each piece of it, in order. read: up to where it is known what is content; other tokens
+            in front of that are dropped.
         """
         found: list[_T] = []
         kept: deque[tuple[int, int, _T]] = deque()
@@ -60,7 +61,7 @@ class TextTokens(Generic[_T]):
 
 
 def _end_of(own: str, text: str) -> int | None:
-    """Where a token's own text ends, which a text begins with; None if it does not: it leaves special tokens out."""
+    """Where a token's own text ends in the text that begins with it; None if it is left out, as special tokens are."""
     for spelled in (own, own.lstrip(" ")):  # some tokenizers drop the first space of a text
         at = text.find(spelled, 0, len(spelled) + _MAX_GAP)
         if at >= 0 and (spelled or not own):

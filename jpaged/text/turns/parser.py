@@ -45,8 +45,8 @@ class CallDelta:
 
 @dataclass
 class TurnDelta:
-    """What is new in a turn, in the order in which it was written. places: from where to where in all that was fed the
-    pieces of content stand."""
+    """What is new in a turn, in the order in which it was written. places: where each piece of content begins and ends,
+    in characters of all that was fed."""
 
     reasoning: str = ""
     content: str = ""
