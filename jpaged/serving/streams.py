@@ -71,8 +71,8 @@ async def all_outputs(engine: AsyncLLMEngine, job: Work) -> list[RequestOutput]:
 
 
 async def chunks(engine: AsyncLLMEngine, job: Job) -> AsyncGenerator[bytes, None]:
-    """The events for each output as it comes; some are empty. Closing it aborts the job. Who is cancelled gets the events
-    that a thread is making before that: the answer counts them.
+    """The events for each output as it comes; some are empty. Closing it aborts the job. A caller that is cancelled
+    gets the events that a thread is making first: the answer has counted them.
     """
     async with contextlib.aclosing(_outputs(engine, job)) as outputs:
         async for i, output in outputs:

@@ -213,7 +213,7 @@ def test_a_response_whose_events_find_no_room_is_kept_without_them(monkeypatch):
 
 
 def test_a_response_is_cancelled_behind_the_events_that_a_thread_is_making():
-    """Large outputs become events in a thread; the numbers of events have no gap, and their places are their numbers."""
+    """Large outputs become events in a thread; the numbers of events still have no gap."""
     begun, may_end = threading.Event(), threading.Event()
 
     async def trial():

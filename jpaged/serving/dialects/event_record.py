@@ -55,7 +55,7 @@ class EventRecord:
             self.check(number)
             num_new = self._first + len(self._events) - number
             if num_new > 0:
-                events = list(islice(reversed(self._events), num_new))  # from the end: most readers have read the others
+                events = list(islice(reversed(self._events), num_new))  # from the end, as most readers are near it
                 events.reverse()
                 number += len(events)
                 yield b"".join(events)
