@@ -290,6 +290,10 @@ def test_preempted_answers_are_those_of_a_large_pool(llm, mode):
 
 BAD = [
     ({"json": '{"type": '}, "no JSON"),
+    ({"json": '{"const": NaN}'}, "no JSON"),
+    ({"json": '{"const": "\\ud800"}'}, "lone surrogate"),
+    ({"json": {"x-guidance": 5}}, "x-guidance must be an object"),
+    ({"structural_tag": '{"format": {"type": "const_string", "value": "\\ud800"}}'}, "lone surrogate"),
     ({"json": [1]}, "dictionary or JSON text"),
     ({"json": {"not": {"type": "string"}}}, "not"),
     ({"json": {"type": "nothing"}}, "structured_outputs.json"),

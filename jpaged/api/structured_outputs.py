@@ -127,12 +127,7 @@ def _json_text(name: str, value: object) -> str | None:
         return None
     if isinstance(value, Mapping):
         _check_depth(name, value)
-        try:
-            text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise InvalidParameterError(f"{name} is no JSON: {error}.") from None
-        _check_text(name, text)
-        return text
+        return _dumped(name, value)
     if not isinstance(value, str):
         raise InvalidParameterError(f"{name} must be a dictionary or JSON text, got {shown(value)}.")
     _check_text(name, value)
@@ -145,7 +140,20 @@ def _json_text(name: str, value: object) -> str | None:
     if not isinstance(parsed, dict):
         raise InvalidParameterError(f"{name} must be a JSON object, got {shown(parsed)}.")
     _check_depth(name, parsed)
+    _dumped(name, parsed)
     return value
+
+
+def _dumped(name: str, value: Mapping[str, Any]) -> str:
+    """A JSON object as text. Python reads NaN and halves of characters, which are no JSON."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidParameterError(f"{name} is no JSON: {error}.") from None
+    _check_text(name, text)
+    if name == "structured_outputs.json" and not isinstance(value.get("x-guidance", {}), Mapping):
+        raise InvalidParameterError(f"{name}: x-guidance must be an object, got {shown(value['x-guidance'])}.")
+    return text
 
 
 _SCALARS = {str, int, float, bool, type(None)}

@@ -71,11 +71,19 @@ async def all_outputs(engine: AsyncLLMEngine, job: Work) -> list[RequestOutput]:
 
 
 async def chunks(engine: AsyncLLMEngine, job: Job) -> AsyncGenerator[bytes, None]:
-    """The events for each output as it comes; some are empty. Closing it aborts the job."""
+    """The events for each output as it comes; some are empty. Closing it aborts the job. A caller that is cancelled
+    gets the events that a thread is making first: the answer has counted them.
+    """
     async with contextlib.aclosing(_outputs(engine, job)) as outputs:
         async for i, output in outputs:
             if _num_logprobs(output) > INLINE_LOGPROBS:  # as after a client was slow
-                yield await engine.in_thread(partial(job.answer.chunk, i, output))
+                making = asyncio.ensure_future(engine.in_thread(partial(job.answer.chunk, i, output)))
+                try:
+                    events = await asyncio.shield(making)
+                except asyncio.CancelledError:
+                    yield await making
+                    raise
+                yield events
             else:
                 yield job.answer.chunk(i, output)
 

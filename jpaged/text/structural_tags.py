@@ -28,6 +28,23 @@ _FIELDS: dict[str, tuple[type, ...]] = {
 }
 """The types that a field may have."""
 
+_OF_KINDS: dict[str, tuple[str, ...]] = {
+    "const_string": ("value",),
+    "json_schema": ("json_schema",),
+    "regex": ("pattern",),
+    "grammar": ("grammar",),
+    "any_text": (),
+    "sequence": ("elements",),
+    "or": ("elements",),
+    "tag": ("begin", "content", "end"),
+    "triggered_tags": ("triggers", "tags", "at_least_one", "stop_after_first"),
+    "tags_with_separator": ("tags", "separator", "at_least_one", "stop_after_first"),
+}
+"""The fields of each kind of part."""
+
+_USUAL: tuple[tuple[str, Any], ...] = (("style", "json"), ("excludes", []))
+"""Other fields of XGrammar's, where they ask for nothing."""
+
 
 def tags_as_lark(text: str, expression: Expression) -> str:
     """The grammar of a structural tag, given as JSON.
@@ -78,6 +95,9 @@ class _Writer:
     def part(self, where: str, given: Any, last: bool) -> str:
         """An expression for a part. where: its place in the tag. last: nothing follows it, so it may be any text."""
         kind = given.get("type") if isinstance(given, dict) else None
+        if not isinstance(kind, str) or kind not in _OF_KINDS:
+            raise _refused(f"is {str(kind)[:80]!r}, which is not supported.", f"{where}.type")
+        _check_names(where, given, kind)
         if kind == "const_string":
             (value,) = _fields(where, given, "value")
             return _literal(value)
@@ -101,8 +121,6 @@ class _Writer:
             return self._rule(" ".join(written))
         if kind == "tags_with_separator":
             return self._separated(where, given)
-        if kind not in ("any_text", "triggered_tags"):
-            raise _refused(f"is {str(kind)[:80]!r}, which is not supported.", f"{where}.type")
         if not last:
             raise _refused(f"{kind} is supported at the end of the text, and any_text in a tag.", f"{where}:")
         return _TEXT if kind == "any_text" else self.triggered(where, given)
@@ -128,8 +146,10 @@ class _Writer:
     def _tag(self, where: str, given: Any, begin: str | None = None) -> str:
         """A tag. begin: what is left of its beginning."""
         opening, content, end = _fields(where, given, "begin", "content", "end")
+        _check_names(where, given, "tag")
         opening = opening if begin is None else begin
         if content.get("type") == "any_text":
+            _check_names(f"{where}.content", content, "any_text")
             if not end:
                 raise _refused("a tag with any_text needs an end.", f"{where}:")
             inside = self._rule(f"{_TEXT} {_literal(end)}", "[lazy]")
@@ -160,7 +180,15 @@ class _Writer:
 
 def _literal(text: str) -> str:
     """A text in Lark. The empty text is nothing."""
-    return json.dumps(text, ensure_ascii=False) if text else ""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f") if text else ""
+
+
+def _check_names(where: str, given: Mapping[str, Any], kind: str) -> None:
+    """Raises InvalidParameterError for a field that a part of this kind does not have here: it would not hold."""
+    for name, value in given.items():
+        if name == "type" or name in _OF_KINDS[kind] or value is None or (name, value) in _USUAL:
+            continue
+        raise _refused("is not supported; leave it out.", f"{where}.{name[:80]}")
 
 
 def _fields(where: str, given: Any, *names: str) -> list[Any]:

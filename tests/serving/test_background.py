@@ -3,13 +3,17 @@
 import asyncio
 import json
 import signal
+import threading
 import time
+from collections import deque
 from types import SimpleNamespace
 
 import openai
 import pytest
 
-from jpaged.serving.dialects import background, responses
+from jpaged.api.outputs import CompletionOutput, Logprob, RequestOutput
+from jpaged.frontend.inputs import ProcessedInput
+from jpaged.serving.dialects import background, response_store, responses
 from jpaged.serving.dialects.background import BackgroundResponses
 from jpaged.serving.dialects.event_record import EventRecord
 from jpaged.serving.dialects.response_store import ResponseStore
@@ -169,6 +173,99 @@ def test_a_record_is_bounded_and_a_reader_that_falls_behind_is_told():
         assert [chunk async for chunk in record.read(5)] == [b"event: f\n\n"]
 
     asyncio.run(trial())
+
+
+def test_a_reader_that_keeps_up_is_not_slower_the_more_has_come():
+    """The reader looks at what is new alone: a walk over all events for each would take half a million steps."""
+    steps = 0
+
+    class Counted(deque):
+        def __iter__(self):
+            return counted(super().__iter__())
+
+        def __reversed__(self):
+            return counted(super().__reversed__())
+
+    def counted(events):
+        nonlocal steps
+        for event in events:
+            steps += 1
+            yield event
+
+    async def trial():
+        record = EventRecord(1 << 20)
+        record._events = Counted()
+        read = record.read()
+        for number in range(1000):
+            record.add(b"event: %d\n\n" % number)
+            assert await anext(read) == b"event: %d\n\n" % number
+
+    asyncio.run(trial())
+    assert steps <= 2000
+
+
+def test_a_response_whose_events_find_no_room_is_kept_without_them(monkeypatch):
+    monkeypatch.setattr(response_store, "MAX_STORED_BYTES", 200)
+    store, record = ResponseStore(), EventRecord(1000)
+    record.add(b"event: a\n\n" * 50)
+    store.put(None, {"id": "resp_1", "status": "completed"}, record)
+    assert store.response("resp_1")["status"] == "completed"
+    assert store.record("resp_1") is None
+
+
+def test_a_response_is_cancelled_behind_the_events_that_a_thread_is_making():
+    """Large outputs become events in a thread; the numbers of events still have no gap."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    async def trial():
+        store = ResponseStore()
+        body = ResponsesRequest(input="hi", background=True, stream=True)
+        about, prompt = context("chatcmpl-1"), ProcessedInput("hi", [1], ())
+        about.prompts = [prompt]
+        answer = responses.ResponsesAnswer(responses.chat_of(body, store), about, body, store)
+        begins = answer._start
+
+        def slow():
+            begun.set()
+            assert may_end.wait(60)
+            return begins()
+
+        answer._start = slow
+        completion = CompletionOutput(0, "so", [5] * 5000, 0.0, [{5: Logprob(-1.0, 1, "so")}] * 5000)
+        output = RequestOutput("chatcmpl-1", "hi", [1], [completion], False)
+
+        class Engine:
+            async def in_thread(self, work):
+                return await asyncio.get_running_loop().run_in_executor(None, work)
+
+            async def generate(self, *_, **__):
+                yield output
+
+        ticket = SimpleNamespace(close=lambda: None, opened=lambda _: None)
+        job = SimpleNamespace(
+            **{"answer": answer, "ticket": ticket, "params": None, "priority": 0, "request_id": "chatcmpl-1"},
+            **{"cache_salt": None, "trace_headers": {}, "max_backlog_bytes": None, "max_unsent_bytes": 1 << 24},
+            prompts=[prompt],
+            fields=(),
+            prompt_field="input",
+        )
+        run = BackgroundResponses(Engine()).start(job, records=True)
+        assert await asyncio.to_thread(begun.wait, 60)
+        cancels = [asyncio.ensure_future(run.cancel()) for _ in range(2)]  # two clients do
+        await asyncio.sleep(0.05)
+        assert not run.task.done(), "the thread still works on the answer"
+        may_end.set()
+        await asyncio.gather(*cancels)
+        assert store.response("resp_1")["status"] == "cancelled"
+        lines = b"".join([events async for events in run.record.read()]).decode().splitlines()
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert events[-1]["type"] == "response.cancelled"
+
+    try:
+        asyncio.run(trial())
+    finally:
+        may_end.set()
 
 
 def test_so_many_run_in_the_background_and_no_more(monkeypatch):

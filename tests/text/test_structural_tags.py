@@ -60,6 +60,9 @@ F1 = "<call=f>1</call>"
     ("given", "taken", "refused"),
     [
         (const("A cat."), ["A cat."], ["A cat", "A dog.", ""]),
+        (const('"\\\x7f\n\x07'), ['"\\\x7f\n\x07'], ['"']),
+        (ONE | {"style": "json"}, ["1"], ["2"]),
+        (TEXT | {"excludes": []}, ["any"], []),
         (ONE, ["1"], ["2", ""]),
         ({"type": "regex", "pattern": "[ab]{2}/"}, ["ab/"], ["a/", "ab"]),
         ({"type": "grammar", "grammar": 'root ::= "x" | "yy"'}, ["x", "yy"], ["y"]),
@@ -113,6 +116,12 @@ def test_the_older_form_means_the_same_as_triggered_tags(takes):
         (triggered(tags=[5]), "format.tags[0].begin is missing or not of its type"),
         (triggered(at_least_one=5), "format.at_least_one is missing or not of its type"),
         (separated(tags=[]), "format.tags is empty"),
+        (TEXT | {"excludes": ["<call="]}, "format.excludes is not supported; leave it out"),
+        (triggered(excludes=["<think>"]), "format.excludes is not supported"),
+        (triggered(tags=[CALL | {"strict": True}]), "format.tags[0].strict is not supported"),
+        ({**THINK, "content": TEXT | {"excludes": ["a"]}}, "format.content.excludes is not supported"),
+        (ONE | {"style": "qwen_xml"}, "format.style is not supported"),
+        ({"type": ["or"]}, "format.type is \"['or']\", which is not supported"),
         (separated(separator=None), "format.separator is missing or not of its type"),
     ],
 )

@@ -44,6 +44,7 @@ class Run:
         self.record = record
         self._engine = engine
         self._job = job
+        self._is_cancelled = False
         self._take(self.answer.queued())
         self.task = asyncio.ensure_future(self._run())
 
@@ -65,7 +66,9 @@ class Run:
 
     async def cancel(self) -> None:
         """Aborts the response, unless it ends meanwhile; then it is in the store."""
-        self.task.cancel()
+        if not self._is_cancelled:  # a second time would break off how it ends
+            self._is_cancelled = True
+            self.task.cancel()
         await asyncio.wait([self.task])
 
     def _take(self, events: bytes) -> None:

@@ -54,8 +54,10 @@ class EventRecord:
         """The events from this number on, as they come. Raises ApiError as `check`, before the first or later."""
         while True:
             self.check(number)
-            events = list(islice(self._events, number - self._first, None))
-            if events:
+            num_new = self._first + len(self._events) - number
+            if num_new > 0:
+                events = list(islice(reversed(self._events), num_new))  # from the end, as most readers are near it
+                events.reverse()
                 number += len(events)
                 yield b"".join(events)
             elif self._has_ended:

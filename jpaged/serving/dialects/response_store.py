@@ -96,10 +96,13 @@ class ResponseStore:
     def put(
         self, messages: list[dict[str, Any]] | None, response: dict[str, Any], record: EventRecord | None = None
     ) -> None:
-        """Keeps a response, the messages up to it and with it, and its events."""
-        num_bytes = len(msgspec.json.encode([messages, response])) + (0 if record is None else record.num_bytes)
+        """Keeps a response, the messages up to it and with it, and its events, unless these are too many."""
+        num_bytes = len(msgspec.json.encode([messages, response]))
         if num_bytes > MAX_STORED_BYTES:
             return
+        if record is not None and num_bytes + record.num_bytes > MAX_STORED_BYTES:
+            record = None
+        num_bytes += 0 if record is None else record.num_bytes
         self._kept[response["id"]] = _Kept(messages, response, record, num_bytes)
         self._num_bytes += num_bytes
         while len(self._kept) > MAX_STORED or self._num_bytes > MAX_STORED_BYTES:
