@@ -128,7 +128,7 @@ def _covers(scheme: Scheme, layout: LinearLayout, name: str, pieces: list[Piece]
         if is_fused(piece, layout) and not scheme.online and not readable:
             raise UnsupportedModelError(
                 f"{layer.name} has all experts in one tensor, which is not supported in {scheme.name}; use a checkpoint"
-                " with a tensor for each expert, or one that is not quantized."
+                ' that is not quantized (quantization="fp8" quantizes it here).'
             )
         if not scheme.separate_experts and not is_fused(piece, layout):
             raise UnsupportedModelError(
