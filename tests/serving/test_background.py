@@ -222,7 +222,7 @@ def test_a_response_is_cancelled_behind_the_events_that_a_thread_is_making():
         body = ResponsesRequest(input="hi", background=True, stream=True)
         about, prompt = context("chatcmpl-1"), ProcessedInput("hi", [1], ())
         about.prompts = [prompt]
-        answer = responses.ResponsesAnswer(responses.chat_of(body, store), about, body, store)
+        answer = ResponsesAnswer(responses.chat_of(body, store), about, body, store)
         begins = answer._start
 
         def slow():
