@@ -14,8 +14,9 @@
 # at the rate (REQUESTS, if set, instead of so many) and BURSTS times (2) at once, so that no measurement depends on one
 # process alone. OUT gets a report for each run. The first run of each checkout compiles, unless JPAGED_CACHE_DIR holds
 # its programs. Compare two reports with `python benchmarks/compare.py OTHER.json THIS.json`. Of the other checkout, the
-# package `jpaged` is enough. The exit code says whether all runs went well. Where BUDGET_S is set, throughput takes at
-# most so many seconds; runs for which none are left count as failed.
+# package `jpaged` is enough. SERVER_CORES and CLIENT_CORES, if set, are the cores (as taskset takes them) of both
+# servers and of what loads them. The exit code says whether all runs went well. Where BUDGET_S is set, throughput takes
+# at most so many seconds; runs for which none are left count as failed.
 set -uo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
 other=$(cd "${1:?the directory of another checkout}" && pwd)
@@ -23,6 +24,8 @@ shift
 OUT=$(mkdir -p "${OUT:-results}" && cd "${OUT:-results}" && pwd)
 PYTHON=${PYTHON:-python}
 FAILED=0
+on_server_cores=(${SERVER_CORES:+taskset -c "$SERVER_CORES"})
+on_client_cores=(${CLIENT_CORES:+taskset -c "$CLIENT_CORES"})
 
 in_turns() { # LIMIT_S FUNCTION MODEL
     local turn=0 which limit code
@@ -61,8 +64,8 @@ serving() { # MODEL RATE NUM_PROMPTS
     PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" "$here/benchmarks/dummy_model.py" "$model" "$work/$model"
     ulimit -n "$(ulimit -Hn)"
     for which in other this; do
-        (cd "${checkouts[$which]}" && PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} exec "$PYTHON" -m jpaged serve \
-            "$work/$model" --load-format dummy --served-model-name "$model" --port "${ports[$which]}" \
+        (cd "${checkouts[$which]}" && PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} exec "${on_server_cores[@]}" "$PYTHON" \
+            -m jpaged serve "$work/$model" --load-format dummy --served-model-name "$model" --port "${ports[$which]}" \
             --gpu-memory-utilization 0.4 --no-access-log >"$OUT/serve-$model-$which.log" 2>&1) &
         servers[$which]=$!
     done
@@ -102,9 +105,9 @@ load() { # MODEL other|this RATE NUM_PROMPTS SEED NAME
     local port=8765
     [[ $2 == this ]] && port=8766
     curl -sf -X POST "http://127.0.0.1:$port/reset_prefix_cache" >/dev/null
-    PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" -m jpaged bench serve --base-url "http://127.0.0.1:$port" \
-        --model "$1" --dataset sharegpt-like --request-rate "$3" --num-prompts "$4" --seed "$5" \
-        --json "$OUT/serve-$1-$6-$2.json" || FAILED=$((FAILED + 1))
+    PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} "${on_client_cores[@]}" "$PYTHON" -m jpaged bench serve \
+        --base-url "http://127.0.0.1:$port" --model "$1" --dataset sharegpt-like --request-rate "$3" --num-prompts "$4" \
+        --seed "$5" --json "$OUT/serve-$1-$6-$2.json" || FAILED=$((FAILED + 1))
 }
 
 for step in "$@"; do
