@@ -38,7 +38,7 @@ from jpaged.engine.constraints.following import Grammar, Grammars, Job, Place, R
 from jpaged.engine.constraints.held_guesses import HeldGuesses
 from jpaged.engine.constraints.run_ahead import RunAhead
 from jpaged.engine.constraints.sent_masks import SentMasks
-from jpaged.engine.interface import FinishCode, SamplingVariant, StepResult
+from jpaged.engine.interface import NO_TOKEN, FinishCode, SamplingVariant, StepResult
 from jpaged.engine.kv.block_manager import BlockManager
 from jpaged.engine.plan_in_progress import PlanInProgress
 from jpaged.engine.sequences.group import SequenceGroup
@@ -310,6 +310,9 @@ class ConstrainedRows(DependentRows):
         for slot, last, num_further in lasts:
             mask = ANY if slot in self._in_making else self._masks[slot]  # sampled under once its own is there
             device.send(plan, slot, mask, int(token_ids[slot, last]), num_further)
+        if unsampled := {chunk.slot for chunk in own if not chunk.samples}:  # which are told again with the next chunk
+            given = zip(plan.mask_slots, plan.mask_tokens, strict=True)
+            device.replaced |= unsampled.intersection(slot for slot, token in given if token != NO_TOKEN)
         is_further[[slot for slot, _, _ in lasts]] = False
         is_further[plan.run_ahead] = True
 
