@@ -98,14 +98,15 @@ class ExecutorConfig:
         return tuple(sorted({min(size, self.max_num_seqs) for size in (4, 16)}))
 
     @property
-    def mask_buckets(self) -> tuple[int, ...]:
-        """How many slots a program for masks updates. Two sizes do: a listed mask takes 264 bytes."""
-        return tuple(sorted({min(64, self.max_num_seqs), self.max_num_seqs}))
-
-    @property
     def whole_mask_buckets(self) -> tuple[int, ...]:
-        """How many of these slots' masks may have a bit for each token; more take several calls."""
-        return (0, *sorted({min(size, self.max_num_seqs) for size in (8, 24, 64)}))
+        """How many masks with a bit for each token a program takes that does nothing else; more take several calls."""
+        return (0, *sorted({min(size, self.max_num_seqs) for size in (8, 64)}))
+
+    def whole_masks(self, batch: int) -> int:
+        """How many of them the sampling program takes: as many as most steps of so many rows bring, since all of them
+        are sent with each step.
+        """
+        return min(batch, max(4, batch // 8), 24)
 
     def sample_buckets(self, variant: SamplingVariant) -> tuple[int, ...]:
         """Rows that the variant's sampling programs exist for."""

@@ -116,7 +116,9 @@ def content_of(print_of_token: int, group: int) -> int:
 
 @dataclass
 class _Slot:
-    """tables: a block table for each cache group. first_query: of the row that ran last."""
+    """tables: a block table for each cache group. first_query: of the row that ran last. forgets: it was told of
+    another last token, and has not sampled since; the next body must be told again, or it takes it for `was_active`.
+    """
 
     start: SlotStart
     tokens: list[int]
@@ -127,6 +129,8 @@ class _Slot:
     active: bool = True
     mask: np.ndarray | None = None
     ranked: list[int] | None = None
+    forgets: bool = False
+    was_active: bool = True
 
 
 class FakeHandle:
@@ -197,7 +201,7 @@ class FakeExecutor:
         self._check_sizes(plan)
         for slot in plan.ends.tolist():
             if slot in self._slots:
-                self._slots[slot].active = False
+                self._slots[slot].active = self._slots[slot].forgets = False
         for out in plan.swap_outs:
             assert 0 < len(out.block_ids) <= SWAP_CHUNK_BLOCKS
             assert 0 <= out.chunk < self.config.num_swap_chunks
@@ -206,6 +210,7 @@ class FakeExecutor:
             self._start(start)
         self._load_states(plan)
         assert len(plan.mask_slots) == len(set(plan.mask_slots.tolist())) == len(plan.masks)
+        self._forget(plan)
         given = (plan.mask_slots.tolist(), plan.masks, plan.mask_tokens.tolist(), plan.mask_backs.tolist())
         for slot, mask, token, num_lost in zip(*given, strict=True):
             assert self._slots[slot].start.sampling.structured_outputs is not None
@@ -214,10 +219,8 @@ class FakeExecutor:
                 assert needed_variant(self._slots[slot].start) == SamplingVariant.MASKED
                 assert not self._slots[slot].start.sampling.truncates
             assert (num_lost > 0) <= (token != NO_TOKEN)
-            if num_lost:
-                self._go_back(self._slots[slot], token, num_lost)
-            elif token != NO_TOKEN:
-                self._replace_last(self._slots[slot], token)
+            if token != NO_TOKEN:
+                self._renew(self._slots[slot], token, num_lost)
         for back in plan.swap_ins:
             held = self._host[back.chunk] if back.keep else self._host.pop(back.chunk)
             wanted = np.flatnonzero(back.block_ids != NULL_BLOCK)
@@ -275,11 +278,27 @@ class FakeExecutor:
             assert set(plan.decode_slots.tolist()) <= self._run_ahead
             assert all(s.num_computed == len(s.tokens) for s in map(self._slots.get, plan.decode_slots.tolist()))
 
+    def _forget(self, plan: StepPlan) -> None:
+        """Of what was told to bodies only what a row of theirs samples now is known without being told again."""
+        sampled = set(plan.decode_slots.tolist()) if plan.has_run_ahead else set()
+        for slot, state in self._slots.items():
+            if state.forgets and slot not in sampled:
+                state.active = state.was_active
+
+    def _renew(self, state: _Slot, token: int, num_lost: int) -> None:
+        if not state.forgets:
+            state.was_active = state.active
+        if num_lost:
+            self._go_back(state, token, num_lost)
+        elif not state.forgets or state.num_computed == len(state.tokens) - 1:
+            self._replace_last(state, token)
+        state.forgets = state.active = True
+
     def _go_back(self, state: _Slot, token: int, num_lost: int) -> None:
         """`token` is the last one, and not computed yet: of what is computed so many tokens do not count."""
         assert not self.config.keeps_states
         assert state.mask is not None
-        was_ahead = state.active and state.num_computed == len(state.tokens)
+        was_ahead = (state.active or state.forgets) and state.num_computed == len(state.tokens)
         assert state.num_computed == len(state.tokens) - (not was_ahead)
         if num_lost > was_ahead:  # the token that was sampled last does not count
             assert num_lost == was_ahead + 1
@@ -288,7 +307,6 @@ class FakeExecutor:
         state.num_computed -= num_lost
         if state.tokens[-1] != token:
             self._replace_last(state, token)
-        state.active = True
 
     def _replace_last(self, state: _Slot, token: int) -> None:
         """Not the token that was sampled last counts, but another one that was ranked after it."""
@@ -297,7 +315,6 @@ class FakeExecutor:
         assert token in state.ranked[1:]
         state.tokens[-1] = token
         state.prints[-1] = fingerprint(state.prints[-2], token)
-        state.active = True
 
     def _check_sizes(self, plan: StepPlan) -> None:
         rows = plan.decode_slots.tolist() + [chunk.slot for chunk in plan.chunks]
@@ -437,6 +454,7 @@ class FakeExecutor:
                         some = state.ranked[: self.num_ranked]
                         ranked[row, : len(some)] = some
                     state.active = codes[row] == FinishCode.RUNNING
+                    state.forgets = False
         assert all(was_active[row] or (token_ids[row] == NO_TOKEN).all() for row in range(len(rows)))
         prompt_logprobs, scores = self._prompt_logprobs(plan), self._scores(plan)
         result = StepResult(token_ids, codes, logprobs, prompt_logprobs, scores, plan.num_sharing > 0)

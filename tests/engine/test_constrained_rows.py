@@ -536,6 +536,25 @@ def test_forced_tokens_fit_a_step_whose_budget_is_one_token_a_row():
     assert_constrained(*requests)
 
 
+def test_a_slot_whose_last_token_is_another_is_told_so_with_each_part_of_its_forced_tokens():
+    """The device took the token that it had sampled for the sequence's end, and no part but the last samples."""
+    grammars = MadeUpGrammars(share=1)
+    engine = engine_of(grammars, max_num_batched_tokens=9, max_num_seqs=8, num_blocks=512, block_size=16)
+    stops = [list(range(i % 20, 97, 20)) for i in range(128)]
+    requests = [constrained(f"constrained {i}", 4 + i % 9, 60, stop_token_ids=stops[i]) for i in range(128)]
+    engine.add(*requests)
+    engine.run(40_000)
+    assert_constrained(*requests)
+    parts = [
+        chunk
+        for plan in engine.plans
+        for chunk in plan.chunks
+        if not chunk.samples and chunk.slot in plan.mask_slots[plan.mask_tokens != NO_TOKEN]
+    ]
+    assert parts
+    engine.assert_idle()
+
+
 @pytest.mark.parametrize("share", [0, 1])
 def test_groups_with_windows_have_room_for_forced_tokens(share):
     groups = (CacheGroup(window=6), CacheGroup())

@@ -38,7 +38,7 @@ from jpaged.engine.constraints.following import Grammar, Grammars, Job, Place, R
 from jpaged.engine.constraints.held_guesses import HeldGuesses
 from jpaged.engine.constraints.run_ahead import RunAhead
 from jpaged.engine.constraints.sent_masks import SentMasks
-from jpaged.engine.interface import FinishCode, SamplingVariant, StepResult
+from jpaged.engine.interface import NO_TOKEN, FinishCode, SamplingVariant, StepResult
 from jpaged.engine.kv.block_manager import BlockManager
 from jpaged.engine.plan_in_progress import PlanInProgress
 from jpaged.engine.sequences.group import SequenceGroup
@@ -292,25 +292,28 @@ class ConstrainedRows(DependentRows):
         are_computed = bool(len(rows)) and len(rows) == len(ahead.computed(rows))
         plan.has_run_ahead = are_computed and not plan.chunks and self.run_ahead
         computed, token_ids = self._slots.num_computed, self._slots.token_ids
-        # Each slot's last token that is not computed, by place; and whether the device has computed it, in vain.
-        lasts = [
-            (slot, int(computed[slot]) - 1, 0 if plan.has_run_ahead else int(is_further[slot]))
-            for slot in rows.tolist()
-        ]
-        lasts += [
-            (chunk.slot, chunk.start, int(is_further[chunk.slot]))
-            for chunk in own
-            if chunk.samples or chunk.slot in device.replaced or is_further[chunk.slot]
-        ]
+        told = [c for c in own if c.samples or c.slot in device.replaced or is_further[c.slot]]
+        of_chunks = np.array([chunk.slot for chunk in told], np.int64)
+        again = _NO_SLOTS
         if self._runs_ahead:
             sampling = np.array([chunk.slot for chunk in own if chunk.samples], np.int64)
             waiting, late = np.flatnonzero(self._is_ready), np.array(sorted(self._in_making), np.int64)
             again = ahead.plan(plan, np.concatenate([rows, sampling]), waiting, late)
-            lasts += [(slot, int(computed[slot]), int(is_further[slot])) for slot in again]
-        for slot, last, num_further in lasts:
-            mask = ANY if slot in self._in_making else self._masks[slot]  # sampled under once its own is there
-            device.send(plan, slot, mask, int(token_ids[slot, last]), num_further)
-        is_further[[slot for slot, _, _ in lasts]] = False
+        # Each slot's last token that is not computed, by place; and whether the device has computed it, in vain.
+        slots = np.concatenate([rows, of_chunks, again])
+        starts = np.array([chunk.start for chunk in told], np.int64)
+        lasts = token_ids[slots, np.concatenate([computed[rows] - 1, starts, computed[again]])]
+        further = is_further[slots].astype(np.int64)
+        if plan.has_run_ahead:
+            further[: len(rows)] = 0
+        in_making, masks = self._in_making, self._masks
+        for slot, last, num_further in zip(slots.tolist(), lasts.tolist(), further.tolist(), strict=True):
+            mask = ANY if slot in in_making else masks[slot]  # sampled under once its own is there
+            device.send(plan, slot, mask, last, num_further)
+        if unsampled := {chunk.slot for chunk in own if not chunk.samples}:  # which are told again with the next chunk
+            given = zip(plan.mask_slots, plan.mask_tokens, strict=True)
+            device.replaced |= unsampled.intersection(slot for slot, token in given if token != NO_TOKEN)
+        is_further[slots] = False
         is_further[plan.run_ahead] = True
 
     def variant(self, others: SamplingVariant) -> SamplingVariant:

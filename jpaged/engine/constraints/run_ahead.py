@@ -68,9 +68,9 @@ class RunAhead:
         """The device has ended these slots, or they start anew."""
         self.is_further[slots] = self._by_last_plan[slots] = False
 
-    def plan(self, plan: PlanInProgress, rows: np.ndarray, waiting: np.ndarray, late: np.ndarray) -> list[int]:
+    def plan(self, plan: PlanInProgress, rows: np.ndarray, waiting: np.ndarray, late: np.ndarray) -> np.ndarray:
         """Says what the device computes behind this plan's sampling. Returns those of the other slots that are among
-        it.
+        it, int64 [n].
 
         rows: slots that sample in the plan. waiting: those that could run, but are not in the plan. late: those that
             cannot, as their masks are in the making, or it is not known yet whether their last token counts.
@@ -79,17 +79,17 @@ class RunAhead:
         samples_all = all(chunk.samples for chunk in plan.chunks)
         has_step = len(rows) or plan.chunks  # another plan computes nothing
         if not has_step or not samples_all or not self.is_worthwhile or not self._has_room(waiting).all():
-            return []
+            return waiting[:0]
         slots = self._slots
         late = late[slots.num_computed[late] == slots.num_known[late] - 1]
         others = np.concatenate([waiting, late[self._has_room(late)]])
         found = np.concatenate([rows[self._has_room(rows)], others])
         plan.run_ahead = found.astype(np.int32)
         self._by_last_plan[found] = True
-        return others.tolist()
+        return others
 
     def _has_room(self, slots: np.ndarray) -> np.ndarray:
         """Whether the token behind all that is computed has a place that nobody else writes to, and another follows."""
         computed = self._slots.num_computed[slots]
         has_room = (computed < self._slots.capacity[slots]) & (computed < self._slots.end[slots])
-        return has_room & np.array([self._blocks.owns_last_block(slot) for slot in slots.tolist()], np.bool_)
+        return has_room & self._blocks.own_last_blocks(slots)

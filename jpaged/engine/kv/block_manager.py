@@ -134,6 +134,12 @@ class BlockManager:
         """Whether nobody else has the block that the slot's sequence writes to next, so that it need not be copied."""
         return slot not in self._forked
 
+    def own_last_blocks(self, slots: np.ndarray) -> np.ndarray:
+        """The same of each of some slots: int64 [n] -> bool [n]."""
+        if not self._forked:
+            return np.ones((len(slots),), np.bool_)
+        return np.array([slot not in self._forked for slot in slots.tolist()], np.bool_)
+
     def free(self, slot: int) -> None:
         """Gives the slot's references back; its table is no longer to be read."""
         self._pool.free(self._slots.blocks(slot))

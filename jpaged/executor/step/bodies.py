@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jpaged.engine.interface import NULL_BLOCK
+from jpaged.engine.interface import NO_TOKEN, NULL_BLOCK
 from jpaged.executor.cache.paged import Layers, Pools
 from jpaged.executor.cache.states import StateRows, States
 from jpaged.executor.step.expert_load import add_counts
@@ -32,13 +32,15 @@ class RowFlags:
 
     DECODE = 1  # the query is the slot's last token, which the device has
     SAMPLES = 2  # a token is sampled after the query
+    RENEWED = 4  # the slot has lost the token that it sampled last: it is active, and the host gives the query
 
 
 class Rows(NamedTuple):
-    """What the sampling program needs to know of a step's rows."""
+    """What the sampling program needs to know of a step's rows. active: which of them have been computed."""
 
     slots: Int[Array, " rows"]
     samples: Bool[Array, " rows"]
+    active: Bool[Array, " rows"]
 
 
 def table_updates(entries: int, setup: Setup) -> Field:
@@ -127,6 +129,10 @@ class _Body(StepProgram):
 class Decode(_Body):
     """One token for each of `batch` slots. A slot that stopped, like a padded row, writes to the null block.
 
+    One of `last_tokens` is its slot's in place of the token that was sampled. The slot is shorter by `backs` tokens,
+    whose places are computed again; and it is active, since only the token that it has lost can have ended it. Who
+    samples the row stores its new token, and that it is active; until then the host gives the token again.
+
     shares_prefix: whether what the first rows share is read once for all of them.
     """
 
@@ -147,6 +153,8 @@ class Decode(_Body):
         shared = {"num_sharing": Field((), 0), "shared_len": Field((), 0)} if self.shares_prefix else {}
         return PackedLayout(
             slots=Field((self.batch,), setup.config.null_slot),
+            last_tokens=Field((self.batch,), NO_TOKEN),
+            backs=Field((self.batch,), 0),
             table_updates=table_updates(self.batch * len(setup.cache.groups), setup),
             **shared,
         )
@@ -157,15 +165,18 @@ class Decode(_Body):
     def forward_pass(self, setup: Setup, pools: Pools, state: SlotState, host: Mapping[str, Array]) -> _Pass:
         """Its result: hidden states of the rows, and what there is to know of them."""
         slots = host["slots"]
-        active = state.active[slots]
-        positions = jnp.where(active, state.seq_len[slots], 0)
+        is_given = host["last_tokens"] != NO_TOKEN
+        active = state.active[slots] | is_given
+        positions = jnp.where(active, state.seq_len[slots] - host["backs"], 0)
         shared = (host["num_sharing"], host["shared_len"]) if self.shares_prefix else None
         tables = setup.cache.row_tables(state.block_tables, slots)
         layers = setup.cache.decode_layers(pools, tables, positions, active, shared)
 
-        after = state._replace(seq_len=state.seq_len.at[slots].add(active.astype(jnp.int32)))
-        tokens = state.last_token[slots]
-        rows = Rows(slots, jnp.ones((self.batch,), bool))
+        after = state._replace(seq_len=state.seq_len.at[slots].add(active - host["backs"]))
+        tokens = jnp.where(is_given, host["last_tokens"], state.last_token[slots])
+        # Active as shared-prefix attention tests it. A result that is `active` itself would cost each layer a kernel.
+        computed = jnp.where(active, positions + 1, 0) > 0
+        rows = Rows(slots, jnp.ones((self.batch,), bool), computed)
 
         def state_rows() -> StateRows:
             return StateRows(jnp.where(active, slots, setup.states.null_row), jnp.zeros_like(active))
@@ -212,6 +223,7 @@ class Mixed(_Body):
             slots=Field((rows,), setup.config.null_slot),
             query_lens=Field((rows,), 0),
             flags=Field((rows,), 0),
+            backs=Field((rows,), 0),
             tokens=Field((self.tokens,), 0),
             table_updates=table_updates(entries, setup),
         )
@@ -228,10 +240,11 @@ class Mixed(_Body):
         starts = ends - query_lens
         token = jnp.arange(self.tokens, dtype=jnp.int32)
         row = jnp.minimum((token[:, None] >= ends[None, :]).sum(axis=1), slots.shape[0] - 1)
-        active = state.active[slots]
+        is_renewed = (flags & RowFlags.RENEWED) != 0
+        active = state.active[slots] | is_renewed
         valid = (token < ends[-1]) & active[row]
 
-        computed = jnp.where(active, state.seq_len[slots], 0)
+        computed = jnp.where(active, state.seq_len[slots] - host["backs"], 0)
         positions = jnp.where(valid, computed[row] + token - starts[row], 0)
         query_starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
         is_decode = (flags & RowFlags.DECODE) != 0  # of the first rows alone
@@ -246,14 +259,14 @@ class Mixed(_Body):
             query_starts,
             is_decode.sum(dtype=jnp.int32),
         )
-        after = state._replace(seq_len=state.seq_len.at[slots].add(jnp.where(active, query_lens, 0)))
-        tokens = jnp.where(is_decode[row], state.last_token[slots][row], host["tokens"])
+        after = state._replace(seq_len=state.seq_len.at[slots].add(jnp.where(active, query_lens, 0) - host["backs"]))
+        tokens = jnp.where((is_decode & ~is_renewed)[row], state.last_token[slots][row], host["tokens"])
 
         def result(hidden: Float[Array, "tokens hidden"]) -> tuple[Any, ...]:
             # A row without queries that samples was forked from the row before it, whose last hidden state is its own.
             last = jnp.maximum(ends - 1, 0)
             samples = (flags & RowFlags.SAMPLES) != 0
-            return hidden[last], Rows(slots, samples), hidden
+            return hidden[last], Rows(slots, samples, active), hidden
 
         def state_rows() -> StateRows:
             return StateRows(jnp.where(active, slots, setup.states.null_row), computed == 0, query_starts)

@@ -4,27 +4,24 @@ update             ends, starts and block-table entries
 init_full          makes the full sampling state, when some request first asks for something kept there
 start_full         writes a slot's row of it
 known_tokens       counts the tokens that a slot starts with
-set_masks[N, W]    what slots may sample from now on; some of them lose the token that they sampled last
+set_masks[W]       what slots may sample from now on, where the step's sampling program does not take it in
 move_beams[N]      slots go on from other slots, with the tokens that a search chose
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import product
 from typing import Self
 
-import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Int, UInt
 
-from jpaged.api.structured_outputs import FEW_TOKENS
 from jpaged.engine.interface import NO_TOKEN
 from jpaged.executor.sampling import records as sampling_records
 from jpaged.executor.sampling import state as sampling_state
 from jpaged.executor.step.bodies import table_updates
+from jpaged.executor.step.masks import MaskRoom, take_masks
 from jpaged.executor.step.packing import Field, PackedLayout
 from jpaged.executor.step.program import Setup, SingleProgram, StepProgram
-from jpaged.executor.step.state import SlotState, append_blocks, end_slots, replace_last, start_slots
+from jpaged.executor.step.state import SlotState, append_blocks, end_slots, start_slots
 
 STARTS_PER_UPDATE = 32
 TABLE_UPDATES_PER_UPDATE = 1024
@@ -147,53 +144,28 @@ class MoveBeams(StepProgram):
 
 @dataclass(frozen=True)
 class SetMasks(StepProgram):
-    """Writes masks: what some slots may sample from now on. The first ones' masks have a bit for each token, at most
-    `whole` of them; of the others tokens are listed that may be sampled, or, where NO_TOKEN stands first, all but those
-    behind it.
+    """Takes in masks that the step's sampling program does not, at most `whole` of them with a bit for each token."""
 
-    A token in `tokens` becomes its slot's last in place of the one that was sampled. The slot is shorter by `backs`
-    tokens, whose places are computed again. The slot is active, since only the token that it has lost can have ended
-    it.
-    """
-
-    rows: int
     whole: int
 
     kind = "set_masks"
-    writes = ("masks", "state")
+    writes = ("masks",)
 
     @classmethod
     def programs(cls, setup: Setup) -> Iterable[Self]:
-        config = setup.config
-        sizes = product(config.mask_buckets, config.whole_mask_buckets)
-        return (cls(rows, whole) for rows, whole in sizes if whole <= rows)
+        return map(cls, setup.config.whole_mask_buckets)
+
+    def room(self, setup: Setup) -> MaskRoom:
+        """What it takes in one call."""
+        return MaskRoom.of(setup.config.max_num_seqs, self.whole)
 
     def layout(self, setup: Setup) -> PackedLayout:
-        words = sampling_records.mask_words(setup.model.vocab_size)
-        return PackedLayout(
-            num_whole=Field((), 0),
-            slots=Field((self.rows,), setup.config.null_slot),
-            tokens=Field((self.rows,), NO_TOKEN),
-            backs=Field((self.rows,), 0),
-            listed=Field((self.rows, FEW_TOKENS), NO_TOKEN),
-            masks=Field((self.whole, words), 0),
-        )
+        return PackedLayout(**self.room(setup).fields(setup))
 
     def body(
-        self, setup: Setup, *, masks: UInt[Array, "slots words"], state: SlotState, packed: Int[Array, " n"]
+        self, setup: Setup, *, masks: UInt[Array, "slots words"], packed: Int[Array, " n"]
     ) -> tuple[dict[str, object], None]:
-        host = self.layout(setup).unpack(packed)
-        slots, listed, words = host["slots"], host["listed"], masks.shape[1]
-        word = jnp.where(listed == NO_TOKEN, words, listed // 32)  # beyond the last one: dropped
-        bit = jnp.left_shift(jnp.uint32(1), (listed % 32).astype(jnp.uint32))
-        rows = jnp.zeros((self.rows, words), jnp.uint32)
-        rows = rows.at[jnp.arange(self.rows)[:, None], word].add(bit, mode="drop")
-        rows = jnp.where(listed[:, :1] == NO_TOKEN, ~rows, rows)
-        whole = lax.bitcast_convert_type(host["masks"], jnp.uint32)
-        is_whole = jnp.arange(self.whole)[:, None] < host["num_whole"]
-        rows = rows.at[: self.whole].set(jnp.where(is_whole, whole, rows[: self.whole]))
-        state = replace_last(state, slots, host["tokens"], host["backs"])
-        return {"masks": sampling_state.set_masks(masks, slots, rows), "state": state}, None
+        return {"masks": take_masks(masks, self.layout(setup).unpack(packed))}, None
 
 
 KINDS = (Update, InitFull, StartFull, KnownTokens, MoveBeams, SetMasks)

@@ -22,6 +22,7 @@ from jpaged.executor.sampling import sampler
 from jpaged.executor.sampling import state as sampling_state
 from jpaged.executor.sampling.logprobs import DeviceScores, TokenLogprobs, log_sums_of, logprobs_of, target_scores
 from jpaged.executor.step.bodies import Rows
+from jpaged.executor.step.masks import MaskRoom, take_masks
 from jpaged.executor.step.packing import Field, PackedLayout
 from jpaged.executor.step.program import Setup, StepProgram, int32
 from jpaged.executor.step.state import SlotState
@@ -76,12 +77,13 @@ def sampled_words(variant: SamplingVariant) -> int:
 
 def abstract_rows(count: int) -> Rows:
     """The shapes of so many rows."""
-    return jax.eval_shape(lambda slots: Rows(slots, slots > 0), int32(count))
+    return jax.eval_shape(lambda slots: Rows(slots, slots > 0, slots > 0), int32(count))
 
 
 @dataclass(frozen=True)
 class Sample(StepProgram):
-    """The head of a step: logits, one token a row, and the tests that end a sequence on the device.
+    """The head of a step: logits, one token a row, and the tests that end a sequence on the device. The masked variant
+    also takes in what the host says that slots may sample from now on.
 
     variant: of those that programs exist for (`Setup.program_variant`).
     """
@@ -108,10 +110,20 @@ class Sample(StepProgram):
         return cls(setup.config.decode_buckets[-1], SamplingVariant.FULL)
 
     def reads_also(self, setup: Setup) -> tuple[str, ...]:
-        return ("masks",) if self.variant in (SamplingVariant.MASKED, SamplingVariant.FULL) else ()
+        return ("masks",) if self.variant == SamplingVariant.FULL else ()
 
     def updates(self, setup: Setup) -> tuple[str, ...]:
-        return ("state", "full") if self.variant == SamplingVariant.FULL else ("state",)
+        more = {SamplingVariant.FULL: ("full",), SamplingVariant.MASKED: ("masks",)}
+        return ("state", *more.get(self.variant, ()))
+
+    def mask_room(self, setup: Setup) -> MaskRoom | None:
+        """What the masked variant takes in; None for the others."""
+        is_masked = self.variant == SamplingVariant.MASKED
+        return MaskRoom.of(self.batch, setup.config.whole_masks(self.batch)) if is_masked else None
+
+    def layout(self, setup: Setup) -> PackedLayout | None:
+        room = self.mask_room(setup)
+        return None if room is None else PackedLayout(**room.fields(setup))
 
     def inputs(self, setup: Setup) -> dict[str, Any]:
         return {
@@ -140,6 +152,7 @@ class Sample(StepProgram):
         rows: Rows,
         masks: Array | None = None,
         full: sampling_state.FullSamplingState | None = None,
+        packed: Int[Array, " n"] | None = None,
     ) -> tuple[dict[str, object], SampleResult]:
         """earlier: tokens and codes of an earlier step, which those of this one are written over."""
         model, live = setup.model, None
@@ -148,6 +161,9 @@ class Sample(StepProgram):
             logits = with_weights(model.head_logits, head, live, hidden, setup.config.optional_backend)
         else:
             logits = model.head_logits(head, hidden)
+        layout = self.layout(setup)
+        if layout is not None and masks is not None and packed is not None:
+            masks = take_masks(masks, layout.unpack(packed))
         slots, collectives = rows.slots, model.collectives
         positions = state.seq_len[slots]  # where the new token will stand
         sampled = sampler.sample(
@@ -163,7 +179,7 @@ class Sample(StepProgram):
             logprobs_mode=setup.config.logprobs_mode,
             live=live,
         )
-        valid = rows.samples & state.active[slots]
+        valid = rows.samples & rows.active
 
         codes = sampler.finish_codes(sampling, slots, positions, sampled.token_ids)
         codes = jnp.where(sampled.is_finite, codes, FinishCode.NOT_FINITE)
@@ -177,6 +193,8 @@ class Sample(StepProgram):
             active=state.active.at[written].set(valid & (codes == FinishCode.RUNNING)),
         )
         updated: dict[str, object] = {"state": state}
+        if layout is not None:
+            updated["masks"] = masks
         if full is not None:
             updated["full"] = sampling_state.add_sampled_tokens(full, written, sampled.token_ids, collectives)
         tokens_and_codes = jnp.stack([tokens, codes.astype(jnp.int32)])
@@ -219,8 +237,8 @@ class WidenRows(_Widen):
     ) -> tuple[dict[str, object], tuple[Float[Array, "size hidden"], Rows]]:
         more = self.size - self.rows
         slots: Int[Array, " size"] = jnp.pad(rows.slots, (0, more), constant_values=setup.config.null_slot)
-        samples: Bool[Array, " size"] = jnp.pad(rows.samples, (0, more))
-        return {}, (self.widened(hidden), Rows(slots, samples))
+        flags = (jnp.pad(flag, (0, more)) for flag in (rows.samples, rows.active))
+        return {}, (self.widened(hidden), Rows(slots, *flags))
 
 
 @dataclass(frozen=True)

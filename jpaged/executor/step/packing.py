@@ -19,11 +19,12 @@ ArrayT = TypeVar("ArrayT", np.ndarray, jax.Array)
 
 class Field(NamedTuple):
     """The shape of a field, and what stands in it where the host has nothing to say: values that make a program do
-    nothing, one for all or one for each place of the last axis.
+    nothing, one for all or one for each place of the last axis. None for a field at the end of its layout that is only
+    read as far as others say: it takes time to fill a large one.
     """
 
     shape: tuple[int, ...]
-    padding: int | tuple[int, ...]
+    padding: int | tuple[int, ...] | None
 
 
 class PackedLayout:
@@ -31,20 +32,23 @@ class PackedLayout:
 
     def __init__(self, **fields: Field) -> None:
         self._places: dict[str, tuple[slice, tuple[int, ...]]] = {}
-        end = 0
+        end = padded = 0
         for name, field in fields.items():
             start, end = end, end + prod(field.shape)
             self._places[name] = slice(start, end), field.shape
+            padded = padded if field.padding is None else end
         self.size = end
-        self._padding = np.empty(end, np.int32)
-        for name, view in self.unpack(self._padding).items():
-            view[...] = fields[name].padding
+        padding: np.ndarray = np.zeros(end, np.int32)
+        for name, view in self.unpack(padding).items():
+            view[...] = 0 if (value := fields[name].padding) is None else value
+        self._padding = padding[:padded]
 
     def new(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """A buffer of its own (a step in flight may still be reading the last one), all padding, and views of its
         fields.
         """
-        buffer = self._padding.copy()
+        buffer = np.empty(self.size, np.int32)
+        buffer[: len(self._padding)] = self._padding
         return buffer, self.unpack(buffer)
 
     def unpack(self, buffer: ArrayT) -> dict[str, ArrayT]:

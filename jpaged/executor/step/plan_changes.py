@@ -1,6 +1,8 @@
-"""What a plan changes before its step: slots that end and start, beams, masks, swaps and copies of blocks.
+"""What a plan changes before its step: slots that end and start, beams, swaps and copies of blocks.
 
-[gather] --> [update] --> [copy_states[N]] --> [move_beams[N]] --> [set_masks[N, W]] --> [scatter] --> [copy_blocks[N]]
+[gather] --> [update] --> [copy_states[N]] --> [move_beams[N]] --> [scatter] --> [copy_blocks[N]]
+
+Masks come with the step's sampling, and `set_masks[W]` before it takes those that this has no room for.
 """
 
 from collections.abc import Sequence
@@ -40,7 +42,7 @@ class PlanChanges:
         self._host_chunks = HostChunks()
 
     def dispatch(self, plan: StepPlan) -> None:
-        """Everything of `plan` but its step."""
+        """Everything of `plan` but its step, and what is sent with that."""
         for out in plan.swap_outs:
             self._swap_out(out)
         if len(plan.ends) or plan.starts:
@@ -49,8 +51,6 @@ class PlanChanges:
             self.copy_states(np.add(plan.state_loads, [self._setup.config.max_num_seqs, 0], dtype=np.int32))
         if len(plan.beams):
             self._move_beams(plan.beams)
-        if len(plan.mask_slots):
-            self._set_masks(plan)
         for back in plan.swap_ins:
             self._swap_in(back)
         if len(plan.copies):
@@ -152,27 +152,16 @@ class PlanChanges:
             host["pairs"][: len(some)] = some
             self._run(program, packed=buffer)
 
-    def _set_masks(self, plan: StepPlan) -> None:
-        """In calls of at most the largest sizes: a mask takes as many bits as the vocabulary has tokens."""
-        config = self._setup.config
-        most, most_whole = config.mask_buckets[-1], config.whole_mask_buckets[-1]
-        left: dict[bool, list[int]] = {True: [], False: []}  # by whether the mask has a bit for each token
-        for which, mask in enumerate(plan.masks):
-            left[mask.dtype != np.int32].append(which)
-        while left[True] or left[False]:
-            num_whole = min(len(left[True]), most_whole)
-            some = left[True][:num_whole] + left[False][: most - num_whole]
-            left = {True: left[True][num_whole:], False: left[False][most - num_whole :]}
-            whole = bucket_for(num_whole, config.whole_mask_buckets)
-            program = SetMasks(bucket_for(max(len(some), whole), config.mask_buckets), whole)
+    def set_masks(self, plan: StepPlan, which: Sequence[int]) -> None:
+        """Some of a plan's masks, by place. In calls of at most the largest size: a mask takes as many bits as the
+        vocabulary has tokens.
+        """
+        sizes = self._setup.config.whole_mask_buckets
+        while which:
+            num_whole = sum(plan.masks[i].dtype != np.int32 for i in which)
+            program = SetMasks(bucket_for(min(num_whole, sizes[-1]), sizes))
             buffer, host = self._packed(program)
-            host["num_whole"][...] = num_whole
-            host["slots"][: len(some)] = plan.mask_slots[some]
-            host["tokens"][: len(some)] = plan.mask_tokens[some]
-            host["backs"][: len(some)] = plan.mask_backs[some]
-            for row, which in enumerate(some[:num_whole]):
-                host["masks"][row] = plan.masks[which].view(np.int32)
-            _fill_rows(host["listed"][num_whole:], [plan.masks[which] for which in some[num_whole:]])
+            which = program.room(self._setup).fill(host, plan.mask_slots, plan.masks, which)
             self._run(program, packed=buffer)
 
     def _copy_blocks(self, copies: np.ndarray) -> None:
@@ -195,15 +184,6 @@ class PlanChanges:
         buffer, host = self._packed(_SCATTER)
         host["block_ids"][: len(copy.block_ids)] = copy.block_ids
         self._run(_SCATTER, staging=staging, packed=buffer)
-
-
-def _fill_rows(target: np.ndarray, rows: Sequence[np.ndarray]) -> None:
-    """Writes arrays of different lengths into the first rows of `target`, [n, most], from the left."""
-    if rows:
-        lengths = np.array([len(row) for row in rows])
-        begins = np.cumsum(lengths) - lengths
-        columns = np.arange(int(lengths.sum())) - np.repeat(begins, lengths)
-        target[np.repeat(np.arange(len(rows)), lengths), columns] = np.concatenate(rows)
 
 
 def _table_entries(start: SlotStart) -> np.ndarray:

@@ -1,11 +1,13 @@
 """Carries out plans on the device: packs what changed, dispatches the step's programs, hands back a handle.
 
-    plan --> [gather] --> [update] --> [move_beams[N]] --> [set_masks[N, W]] --> [scatter] --> [copy_blocks[N]]
+    plan --> [gather] --> [update] --> [move_beams[N]] --> [scatter] --> [copy_blocks[N]]
                           (`plan_changes.py`; of recurrent layers `copy_states[N]` after starts that a prefix hits,
                           after beams, after forks, and after steps that snapshots are taken of)
                                             |
-             decode[B], shared_decode[B] or mixed[T] --> [sample[B, variant]] --> handle
-                                                    '--> [score[T] ..., pool[T]] --'
+             decode[B], shared_decode[B] or mixed[T] --> [set_masks[W]] --> [sample[B, variant]] --> handle
+                                                    '--> [score[T] ..., pool[T]] --------------------'
+
+Masks come with a masked variant's sample; set_masks is for those that it has no room for, and for other variants.
 
 With `StepPlan.run_ahead` the next plan's decode[B] follows at once, and its hidden states wait for that plan's sample.
 
@@ -41,6 +43,7 @@ from jpaged.executor.step.heads import Pool, PromptLogprobs, Sample, SampleResul
 from jpaged.executor.step.held import Held
 from jpaged.executor.step.plan_changes import PlanChanges
 from jpaged.executor.step.program import PACKED, Setup, StepProgram
+from jpaged.executor.step.renewals import Renewals
 from jpaged.models import Weights
 
 
@@ -110,18 +113,22 @@ class Runner:
         self._changes.dispatch(plan)
         ahead, self._ahead = self._ahead, None
         if not plan.num_rows:
+            self._changes.set_masks(plan, range(len(plan.masks)))
             return DispatchedStep(0, None)
+        renewals = Renewals.of(plan)
         if plan.chunks:
-            step = self._run_mixed(plan)
+            step = self._run_mixed(plan, renewals)
         elif plan.has_run_ahead:
             assert ahead is not None
             step = self._sample_ahead(plan, *ahead)
         else:
-            step = self._run_decode(plan)
+            step = self._run_decode(plan, renewals)
         if len(plan.run_ahead):
             # What has not been sent with a step's own body is sent with this one.
-            updates = plan.table_updates if plan.has_run_ahead else plan.table_updates[:0]
-            self._ahead = plan.run_ahead, *self._run_body(plan.run_ahead, updates)
+            updates = plan.table_updates
+            if not plan.has_run_ahead:
+                updates, renewals = updates[:0], renewals.without(_slots_of(plan))
+            self._ahead = plan.run_ahead, *self._run_body(plan.run_ahead, updates, renewals)
         elif plan.has_run_ahead and len(plan.table_updates):
             self._changes.update_tables(plan.table_updates)
         return step
@@ -261,30 +268,37 @@ class Runner:
                     f" form {self._num_groups}."
                 )
 
-    def _run_decode(self, plan: StepPlan) -> DispatchedStep:
+    def _run_decode(self, plan: StepPlan, renewals: Renewals) -> DispatchedStep:
         """A step of decode rows alone."""
         slots, config = plan.decode_slots, self._config
         shared = config.shared_prefix_bucket(len(slots), plan.num_sharing, plan.shared_len)
         program = Decode(bucket_for(len(slots), config.decode_buckets)) if shared is None else SharedDecode(shared)
         buffer, host = self._packed(program)
-        host["slots"][: len(slots)] = slots
         if shared is not None:
             host["num_sharing"][...], host["shared_len"][...] = plan.num_sharing, plan.shared_len
-        self._changes.fill_table_updates(host["table_updates"], plan.table_updates)
+        self._fill_decode(host, slots, plan.table_updates, renewals)
         hidden, rows = self._run(program, packed=buffer)
         if len(plan.state_saves):
             self._changes.copy_states(self._saves(plan))
-        sampled = self._run_sample(hidden, rows, plan.variant)
+        sampled = self._run_sample(hidden, rows, plan)
         return DispatchedStep(len(slots), sampled, read_shared_prefix=shared is not None, when_read=self._keep_tokens)
 
-    def _run_body(self, slots: np.ndarray, table_updates: np.ndarray) -> tuple[jax.Array, Rows]:
+    def _run_body(self, slots: np.ndarray, table_updates: np.ndarray, renewals: Renewals) -> tuple[jax.Array, Rows]:
         """Computes the last tokens of these slots; returns hidden states and rows for a head."""
         program = Decode(bucket_for(len(slots), self._config.decode_buckets))
         buffer, host = self._packed(program)
-        host["slots"][: len(slots)] = slots
-        self._changes.fill_table_updates(host["table_updates"], table_updates)
+        self._fill_decode(host, slots, table_updates, renewals)
         hidden, rows = self._run(program, packed=buffer)
         return hidden, rows
+
+    def _fill_decode(
+        self, host: dict[str, np.ndarray], slots: np.ndarray, table_updates: np.ndarray, renewals: Renewals
+    ) -> None:
+        host["slots"][: len(slots)] = slots
+        self._changes.fill_table_updates(host["table_updates"], table_updates)
+        if len(renewals.slots):
+            rows, own = renewals.among(slots)
+            host["last_tokens"][rows], host["backs"][rows] = own.tokens, own.backs
 
     def _sample_ahead(self, plan: StepPlan, slots: np.ndarray, hidden: jax.Array, rows: Rows) -> DispatchedStep:
         """A step whose rows were computed behind the one before, among other `slots`."""
@@ -292,10 +306,10 @@ class Runner:
         row_of = dict(zip(slots.tolist(), range(len(slots)), strict=True))
         places = np.array([row_of[slot] for slot in plan.decode_slots.tolist()], np.intp)
         samples[places] = True
-        sampled = self._run_sample(hidden, rows._replace(samples=samples), plan.variant)
+        sampled = self._run_sample(hidden, rows._replace(samples=samples), plan)
         return DispatchedStep(len(places), sampled, places=places, when_read=self._keep_tokens)
 
-    def _run_mixed(self, plan: StepPlan) -> DispatchedStep:
+    def _run_mixed(self, plan: StepPlan, renewals: Renewals) -> DispatchedStep:
         """A step with chunks of prompts."""
         chunks, num_decodes = plan.chunks, len(plan.decode_slots)
         num_tokens = num_decodes + sum(max(1, len(chunk.token_ids)) for chunk in chunks)  # no more rows than tokens
@@ -311,6 +325,12 @@ class Runner:
             host["flags"][row] = RowFlags.SAMPLES if chunk.samples else 0
             host["tokens"][first : first + len(chunk.token_ids)] = chunk.token_ids
             first += len(chunk.token_ids)
+        if len(renewals.slots):
+            rows_renewed, own = renewals.among(_slots_of(plan))
+            host["flags"][rows_renewed] |= RowFlags.RENEWED
+            host["backs"][rows_renewed] = own.backs
+            are_decode = rows_renewed < num_decodes  # their place among rows is that among tokens
+            host["tokens"][rows_renewed[are_decode]] = own.tokens[are_decode]
         self._changes.fill_table_updates(host["table_updates"], plan.table_updates)
         hidden, rows, all_hidden = self._run(program, packed=buffer)
         if self._setup.states:
@@ -320,7 +340,9 @@ class Runner:
         pooled = self._run_pool(plan, all_hidden)
         sampled = None
         if num_decodes or any(chunk.samples for chunk in chunks):
-            sampled = self._run_sample(hidden, rows, plan.variant)
+            sampled = self._run_sample(hidden, rows, plan)
+        else:
+            self._changes.set_masks(plan, range(len(plan.masks)))
         return DispatchedStep(plan.num_rows, sampled, prompt_scores, target_scores, pooled, when_read=self._keep_tokens)
 
     def _saves(self, plan: StepPlan) -> np.ndarray:
@@ -328,15 +350,22 @@ class Runner:
         pairs: np.ndarray = plan.state_saves + np.array([0, self._config.max_num_seqs], np.int32)
         return pairs
 
-    def _run_sample(self, hidden: jax.Array, rows: Rows, variant: SamplingVariant) -> SampleResult:
-        batch = hidden.shape[0]
+    def _run_sample(self, hidden: jax.Array, rows: Rows, plan: StepPlan) -> SampleResult:
+        batch, variant = hidden.shape[0], plan.variant
         size = bucket_for(batch, self._config.sample_buckets(variant))
         if size != batch:
             hidden, rows = self._run(WidenRows(batch, size), hidden=hidden, rows=rows)
         if variant == SamplingVariant.FULL:
             self._changes.ensure_full_state()
         program = Sample(size, self._variants[variant])
-        return self._run(program, hidden=hidden, rows=rows, earlier=self._earlier_tokens(program.words, size))
+        inputs = {"hidden": hidden, "rows": rows, "earlier": self._earlier_tokens(program.words, size)}
+        which: Sequence[int] = range(len(plan.masks))
+        room = program.mask_room(self._setup)
+        if room is not None:
+            inputs[PACKED], host = self._packed(program)
+            which = room.fill(host, plan.mask_slots, plan.masks, which)
+        self._changes.set_masks(plan, which)
+        return self._run(program, **inputs)
 
     def _earlier_tokens(self, words: int, rows: int) -> jax.Array | np.ndarray:
         """Tokens and codes [words, rows] that the host has read, for those of another step to be written over.
@@ -417,6 +446,11 @@ class Runner:
         tokens = hidden.shape[0]
         size = bucket_for(tokens, self._config.scored_buckets)
         return hidden if size == tokens else self._run(WidenTokens(tokens, size), hidden=hidden)
+
+
+def _slots_of(plan: StepPlan) -> np.ndarray:
+    """Of a plan's rows, int32 [rows]."""
+    return np.concatenate([plan.decode_slots, np.array([chunk.slot for chunk in plan.chunks], np.int32)])
 
 
 def _forks(chunks: Sequence[Chunk]) -> np.ndarray:

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jpaged.engine.interface import NO_TOKEN
 from jpaged.executor.cache.paged import PagedCache
 
 
@@ -62,17 +61,3 @@ def start_slots(
 def end_slots(state: SlotState, slots: Int[Array, " n"]) -> SlotState:
     """Slots stop because the host says so."""
     return state._replace(active=state.active.at[slots].set(False))
-
-
-def replace_last(
-    state: SlotState, slots: Int[Array, " n"], tokens: Int[Array, " n"], backs: Int[Array, " n"]
-) -> SlotState:
-    """Slots lose the token that they sampled last, and run: `tokens` are their last ones. `backs` is by how many tokens
-    a slot is shorter then; what was computed ahead counts. NO_TOKEN: leave a slot as it is.
-    """
-    is_given = tokens != NO_TOKEN
-    return state._replace(
-        last_token=state.last_token.at[slots].set(jnp.where(is_given, tokens, state.last_token[slots])),
-        seq_len=state.seq_len.at[slots].add(-backs),
-        active=state.active.at[slots].set(state.active[slots] | is_given),
-    )
