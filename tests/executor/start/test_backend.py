@@ -57,7 +57,7 @@ def test_a_wrong_word_for_calls_of_triton_kernels_is_refused_at_the_start_with_t
 def test_what_is_no_number_of_rows_is_refused_at_the_start_with_the_fix(tmp_path, monkeypatch):
     monkeypatch.setenv("JPAGED_FEW_FP8_ROWS", "all")
     with pytest.raises(
-        InvalidParameterError, match="JPAGED_FEW_FP8_ROWS must be a number of rows.*got 'all'; unset it"
+        InvalidParameterError, match=r"JPAGED_FEW_FP8_ROWS must be a number of rows.*got 'all'; unset it"
     ):
         start(EngineArgs(model=str(tmp_path)), tmp_path)
 
