@@ -69,6 +69,7 @@ from jpaged.models.experts import split_by_experts
 from jpaged.models.loading.live import WeightUpdater
 from jpaged.pallas_kernels import registry
 from jpaged.pallas_kernels.common import cuda_driver, native_calls
+from jpaged.pallas_kernels.few_rows_fp8_product import limits
 
 log = logging.getLogger("jpaged.startup")
 
@@ -95,7 +96,7 @@ def start(args: EngineArgs, directory: Path, weights: Any = None) -> Startup:
     reserve_device_memory(args.gpu_memory_utilization, at_once=args.kv_cache_layout == "paged")
     enable_persistent_cache()
     cache_limit = cache_limit_bytes(os.environ)
-    _check_triton_calls()
+    _check_kernel_variables()
     _place_code_of_driver()
     with _timed(seconds, "open devices"):
         mesh = DeviceMesh(pick_devices(args.tensor_parallel_size))
@@ -127,14 +128,15 @@ def with_known_backend(args: EngineArgs) -> EngineArgs:
         ) from None
 
 
-def _check_triton_calls() -> None:
+def _check_kernel_variables() -> None:
     """Also where no Triton kernel is used, so that a wrong word is found on any machine.
 
     Raises:
-        InvalidParameterError: the environment variable has no such value.
+        InvalidParameterError: an environment variable has no such value.
     """
     try:
         native_calls.asked_for()
+        limits.asked_for()
     except ValueError as wrong:
         raise InvalidParameterError(str(wrong)) from None
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jpaged.pallas_kernels.gated_product.hopper_tiling import LEAST_ROWS
+from jpaged.pallas_kernels.registry import missing
 from tests.pallas_kernels.test_hopper_compile import missing_compiler
 
 
@@ -47,6 +48,24 @@ def test_a_layer_in_fp8_is_ten_launches_in_a_decode_step(tmp_path):
     assert (two["layers"], three["layers"]) == (2, 3)
     assert two["parts"] == three["parts"] == {"kCommandBuffer": 1}
     assert three["commands"] - two["commands"] <= 10
+
+
+@pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
+@pytest.mark.skipif(missing("triton") is not None, reason=str(missing("triton")))
+def test_a_layer_in_fp8_is_six_launches_where_products_round_their_rows(tmp_path):
+    """Four products, RoPE and write with the scales of QKV, and attention."""
+    script = Path(__file__).with_name("compile_fp8_steps_for_h200.py")
+    command = [sys.executable, str(script), str(tmp_path), "2,3", "1,8,16"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"JPAGED_FEW_FP8_ROWS": "8", "JPAGED_TRITON_CALLS": "native"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    programs = {(line["layers"], line["name"]): line for line in map(json.loads, done.stdout.splitlines())}
+    for name in ("decode_1", "decode_8"):
+        two, three = programs[2, name], programs[3, name]
+        assert two["parts"] == three["parts"] == {"kCommandBuffer": 1}
+        assert three["commands"] - two["commands"] == 6
+    assert programs[3, "decode_16"]["commands"] - programs[2, "decode_16"]["commands"] > 6  # more rows than it is for
 
 
 @pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
