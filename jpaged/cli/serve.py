@@ -39,7 +39,7 @@ _LIMITS = (
     ("--max-requests-per-client", int, "N", "prompts of one key or address that wait or run (default: no limit)"),
     ("--max-watchers", int, "N", "pages that show the live view, for each API process"),
     ("--max-unsent-bytes", int, "N", "bytes of a stream that wait for its client; above it the stream ends"),
-    ("--header-timeout", float, "S", "seconds for a request's headers to come"),
+    ("--header-timeout", float, "S", "seconds for a request's headers to come, and for a TLS handshake"),
     ("--body-timeout", float, "S", "seconds for a request's body to come"),
     ("--send-timeout", float, "S", "seconds after which a client that takes nothing of its answer is cut off"),
     ("--keep-alive-timeout", float, "S", "seconds that a connection may wait for its next request"),

@@ -38,7 +38,7 @@ class ServerLimits:
         max_watchers: of the live view, in each API process; above it they get a 503.
         max_unsent_bytes: of a stream's log-probabilities that wait for a client that takes them more slowly than they
             come; above it the stream ends with an error.
-        header_timeout_s: from the first byte of a request to the end of its headers.
+        header_timeout_s: from the first byte of a request to the end of its headers; also for a TLS handshake.
         body_timeout_s: from there to the end of its body.
         send_timeout_s: for a client to take some of its answer; one that takes none is cut off, and its requests are
             aborted.
