@@ -124,7 +124,8 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         type=float,
         default=RestartOptions.step_timeout_s,
         metavar="S",
-        help="seconds without a step after which an engine process counts as hung and is killed (default: 300)",
+        help="seconds without a step after which an engine process counts as hung and is killed, and so is one of "
+        "several API processes whose event loop stands still (default: 300)",
     )
     group.add_argument(
         "--start-timeout",
