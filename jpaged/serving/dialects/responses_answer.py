@@ -23,6 +23,7 @@ from jpaged.serving.dialects.responses import (
 from jpaged.serving.dialects.text_logprobs import TextTokens
 from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import ChatCompletionRequest
+from jpaged.serving.token_count import TokenCount
 from jpaged.text.turns.parser import TurnDelta
 
 _FUNCTION: dict[str, Any] = {"description": None, "parameters": None, "strict": None}
@@ -49,6 +50,7 @@ class ResponsesAnswer(ItemsAnswer):
         self._sequence_number = 0
         self._is_cancelled = False
         self._completed_at = 0
+        self._reasoning = TokenCount(self._tokenizer)
         self._tokens: TextTokens[dict[str, Any]] = TextTokens()
         self._logprobs: list[dict[str, Any]] = []  # of the tokens of new text
 
@@ -87,6 +89,7 @@ class ResponsesAnswer(ItemsAnswer):
         return super()._take(completion)
 
     def _news(self, delta: TurnDelta) -> bytes:
+        self._reasoning.add(delta.reasoning)
         self._logprobs = self._tokens.taken(delta.places, self._parser.num_read)
         return super()._news(delta)
 
@@ -199,7 +202,7 @@ class ResponsesAnswer(ItemsAnswer):
             "input_tokens": self._num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": cached},
             "output_tokens": self._num_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens()},
+            "output_tokens_details": {"reasoning_tokens": min(self._reasoning.num_tokens, self._num_tokens)},
             "total_tokens": self._num_prompt_tokens + self._num_tokens,
         }
         sampling, asked = self._sampling, body.reasoning or {}
@@ -249,11 +252,6 @@ class ResponsesAnswer(ItemsAnswer):
         is_whole, message = self.reason is not None and self.failure is None, self.message()
         self._store.put(self._conversation() if is_whole else None, message, record)
         return message
-
-    def _num_reasoning_tokens(self) -> int:
-        """Tokens of the reasoning's text; those around it count as the answer's."""
-        text = "".join(item.text for item in self.items if item.kind == "reasoning")
-        return len(self._tokenizer.encode(text, add_special_tokens=False)) if text and self._tokenizer else 0
 
     def _conversation(self) -> list[dict[str, Any]]:
         """The messages of the request, but for its instructions, and the answer."""
