@@ -39,6 +39,7 @@ _LIMITS = (
     ("--max-requests-per-client", int, "N", "prompts of one key or address that wait or run (default: no limit)"),
     ("--max-watchers", int, "N", "pages that show the live view, for each API process"),
     ("--max-unsent-bytes", int, "N", "bytes of a stream that wait for its client; above it the stream ends"),
+    ("--max-response-bytes", int, "N", "bytes of /v1/responses that are kept or run in the background, all together"),
     ("--header-timeout", float, "S", "seconds for a request's headers to come, and for a TLS handshake"),
     ("--body-timeout", float, "S", "seconds for a request's body to come"),
     ("--send-timeout", float, "S", "seconds after which a client that takes nothing of its answer is cut off"),

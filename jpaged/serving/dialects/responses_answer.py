@@ -7,6 +7,8 @@ queued --> in_progress --> one of these, or cancelled          in the background
 import time
 from typing import Any
 
+import msgspec
+
 from jpaged.api.outputs import CompletionOutput, Logprob, PositionLogprobs
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.serving.answers import AnswerContext
@@ -26,6 +28,8 @@ from jpaged.serving.protocol import ChatCompletionRequest
 from jpaged.serving.token_count import TokenCount
 from jpaged.text.turns.parser import TurnDelta
 
+_LOGPROB_BYTES = 400
+"""Of memory for what is said of a token: a dictionary with its text, its bytes and a number."""
 _FUNCTION: dict[str, Any] = {"description": None, "parameters": None, "strict": None}
 """Fields of a function that answers have even where the request leaves them out."""
 
@@ -50,9 +54,19 @@ class ResponsesAnswer(ItemsAnswer):
         self._sequence_number = 0
         self._is_cancelled = False
         self._completed_at = 0
+        self._num_conversation_bytes = 0
+        self._num_logprobs = 0  # of the tokens of texts, with their alternatives
         self._reasoning = TokenCount(self._tokenizer)
         self._tokens: TextTokens[dict[str, Any]] = TextTokens()
         self._logprobs: list[dict[str, Any]] = []  # of the tokens of new text
+
+    @property
+    def num_bytes(self) -> int:
+        """Of memory, by and large: its conversation, and what has come of it."""
+        if not self._num_conversation_bytes:
+            self._num_conversation_bytes = len(msgspec.json.encode(self._chat.messages))
+        num_characters = sum(len(item.text) for item in self.items)
+        return self._num_conversation_bytes + num_characters + _LOGPROB_BYTES * self._num_logprobs
 
     def end(self) -> bytes:
         message = self._ended()
@@ -132,6 +146,7 @@ class ResponsesAnswer(ItemsAnswer):
         if item.kind == "reasoning":
             return self._of("response.reasoning_text.delta", item, delta=text)
         item.logprobs += self._logprobs
+        self._num_logprobs += sum(1 + len(one["top_logprobs"]) for one in self._logprobs)
         return self._of("response.output_text.delta", item, delta=text, logprobs=self._logprobs)
 
     def _end_of(self, item: Item) -> bytes:
