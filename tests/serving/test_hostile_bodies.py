@@ -14,7 +14,11 @@ FIELDS = {
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "x": DEEP}]}]},
         {"messages": [{"role": "user", "content": DEEP}]},
         {"messages": [{"role": "assistant", "content": "a", "x": DEEP}]},
-        {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "a", "arguments": DEEP}}]}]},
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "a", "arguments": DEEP}}]}
+            ]
+        },
         {"chat_template_kwargs": {"x": DEEP}},
         {"documents": [{"x": DEEP}]},
         {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"properties": {"x": DEEP}}}}]},
