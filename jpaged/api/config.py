@@ -337,7 +337,8 @@ class RestartOptions:
     """When an engine process counts as hung, and how often one that ended is started again.
 
     Args:
-        step_timeout_s: an engine process whose loop has not come round for so long hangs, and is killed.
+        step_timeout_s: an engine process whose loop has not come round for so long hangs, and is killed; so is an API
+            process of a server that has several.
         start_timeout_s: seconds after its start by which an engine process must serve; otherwise it counts as hung and
             is killed.
         max_restarts: within ten minutes, of one engine process; 0: it stays down the first time.

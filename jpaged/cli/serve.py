@@ -39,7 +39,8 @@ _LIMITS = (
     ("--max-requests-per-client", int, "N", "prompts of one key or address that wait or run (default: no limit)"),
     ("--max-watchers", int, "N", "pages that show the live view, for each API process"),
     ("--max-unsent-bytes", int, "N", "bytes of a stream that wait for its client; above it the stream ends"),
-    ("--header-timeout", float, "S", "seconds for a request's headers to come"),
+    ("--max-response-bytes", int, "N", "bytes of /v1/responses that are kept or run in the background, all together"),
+    ("--header-timeout", float, "S", "seconds for a request's headers to come, and for a TLS handshake"),
     ("--body-timeout", float, "S", "seconds for a request's body to come"),
     ("--send-timeout", float, "S", "seconds after which a client that takes nothing of its answer is cut off"),
     ("--keep-alive-timeout", float, "S", "seconds that a connection may wait for its next request"),
@@ -124,7 +125,8 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         type=float,
         default=RestartOptions.step_timeout_s,
         metavar="S",
-        help="seconds without a step after which an engine process counts as hung and is killed (default: 300)",
+        help="seconds without a step after which an engine process counts as hung and is killed, and so is one of "
+        "several API processes whose event loop stands still (default: 300)",
     )
     group.add_argument(
         "--start-timeout",

@@ -1,11 +1,11 @@
-"""A sign of life of an engine process, in memory that it shares with the process that started it.
+"""A sign of life of an engine or API process, in memory that it shares with the process that started it.
 
     float64 | beat | steps | serves |    beat: `time.monotonic()` when its loop last came round; 0 before it begins
                                          serves: 1 once its loop has come round: its start is over
 
 The clock is the same in all processes of a machine. A loop that has nothing to do comes round once a second. While the
 process does what may take any time, such as its start, a thread beats instead: a busy process is told from one that is
-stopped, or that holds Python's lock for good.
+stopped, or that holds Python's lock for good. The loop of an API process is asyncio's, and beats once a second.
 """
 
 import mmap

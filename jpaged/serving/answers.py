@@ -30,6 +30,7 @@ from jpaged.serving.protocol import (
     CompletionLogprobs,
     CompletionRequest,
     CompletionResponse,
+    CompletionTokensDetails,
     PromptLogprob,
     PromptLogprobs,
     PromptTokensDetails,
@@ -37,6 +38,7 @@ from jpaged.serving.protocol import (
     TopLogprob,
     Usage,
 )
+from jpaged.serving.token_count import TokenCount
 from jpaged.serving.turns import Reading
 from jpaged.text.tokenizer import Tokenizer, check_messages
 from jpaged.text.turns.parser import CallDelta, TurnParser
@@ -280,6 +282,8 @@ class ChatAnswer(Answer):
         if self._prefix and self._reading is not None:
             self._prefix_reasoning, self._prefix = self._reading.prefix(self._prefix)
         self._parsers: dict[int, TurnParser] = {}
+        reasons = self._reading is not None and self._reading.turn.reasoning is not None
+        self._reasoning: dict[int, TokenCount] | None = {} if reasons else None
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         self._take_counts(outputs)
@@ -310,6 +314,18 @@ class ChatAnswer(Answer):
         if self._token_ids:
             response.prompt_token_ids = output.prompt_token_ids
         return _encode(response)
+
+    def _usage(self) -> Usage:
+        usage = super()._usage()
+        if self._reasoning is not None:
+            num_tokens = sum(count.num_tokens for count in self._reasoning.values())
+            usage.completion_tokens_details = CompletionTokensDetails(min(num_tokens, usage.completion_tokens))
+        return usage
+
+    def _reasoned(self, index: int, text: str) -> None:
+        """Counts reasoning of a choice, shown or not."""
+        if text and self._reasoning is not None:
+            self._reasoning.setdefault(index, TokenCount(self._tokenizer)).add(text)
 
     def _beginning(self, index: int) -> bytes:
         self._begun.add(index)
@@ -347,6 +363,7 @@ class ChatAnswer(Answer):
         """The message of a choice that is complete, and why it ended."""
         parser = reading.parser()
         delta = parser.feed(completion.text, final=True, cut=is_cut(completion))
+        self._reasoned(completion.index, delta.reasoning)
         message = ChatMessage(delta.content)
         if delta.calls:
             message.content = delta.content or None
@@ -365,6 +382,7 @@ class ChatAnswer(Answer):
             parser = self._parsers[completion.index] = reading.parser()
         ended = completion.finish_reason is not None
         news = parser.feed(completion.text, final=ended, cut=ended and is_cut(completion))
+        self._reasoned(completion.index, news.reasoning)
         delta = ChatDelta()
         if news.reasoning and reading.shows_reasoning:
             delta.reasoning_content = delta.reasoning = news.reasoning

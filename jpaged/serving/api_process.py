@@ -2,9 +2,11 @@
 
 It reads a `WorkerStart` from its standard input, and serves on the socket that it inherits with the engine processes
 that others share with it. SIGTERM makes it drain; Ctrl-C is the supervisor's to deal with, whose end is also its own.
+Its pulse shows the supervisor that its event loop comes round.
 """
 
 import asyncio
+import faulthandler
 import logging
 import signal
 import socket
@@ -19,6 +21,7 @@ from jpaged.host.parent import end_with_parent
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.processes.board import Board
 from jpaged.processes.launch import Link
+from jpaged.processes.pulse import IDLE_BEAT_S, Pulse
 from jpaged.processes.request_metrics import NUM_COLUMNS
 from jpaged.serving.admission import ClientCounts
 from jpaged.serving.server import LOG_FORMAT, run
@@ -28,6 +31,7 @@ from jpaged.serving.workers import WorkerStart
 def main() -> int:
     """Returns when it has drained."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1)  # whoever finds this process hanging asks where, before it kills it
     keep_torch_out()
     start = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerStart)
     end_with_parent(start.parent)
@@ -40,11 +44,18 @@ def main() -> int:
     try:
         engine = AsyncLLMEngine(start.args, link=Link(replicas, board, socket.socket(fileno=start.handover_fd)))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            _beat(runner.get_loop(), Pulse(start.pulse_fd))
             clients = ClientCounts(start.num_workers, start.worker, start.clients_fd)
             runner.run(run(engine, start.app_options, start.server_options, listener, (signal.SIGTERM,), clients))
     except JPagedError:
         return 1  # the supervisor meets the same error, and says so
     return 0
+
+
+def _beat(loop: asyncio.AbstractEventLoop, pulse: Pulse) -> None:
+    """The loop comes round, from now on and on."""
+    pulse.beat()
+    loop.call_later(IDLE_BEAT_S, _beat, loop, pulse)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from jpaged.serving.admission import Admission, ClientCounts
 from jpaged.serving.browsers import Hosts, Origins
 from jpaged.serving.dialects import messages
 from jpaged.serving.dialects.background import BackgroundResponses
+from jpaged.serving.dialects.response_store import ResponseStore
 from jpaged.serving.dialects.routes import dialect_routes
 from jpaged.serving.embedding_routes import embedding_routes
 from jpaged.serving.errors import ApiError
@@ -57,7 +58,7 @@ def build_app(engine: AsyncLLMEngine, options: AppOptions, clients: ClientCounts
         engine.observers.append(RequestLog(options.log_prompts, engine.tokenizer))
     admission = Admission(engine, options.limits, clients)
     live = LiveView(engine, options.limits.max_watchers)
-    background = BackgroundResponses(engine)
+    background = BackgroundResponses(engine, ResponseStore(options.limits.max_response_bytes))
     routes = [*openai_routes(engine, options, admission), *dialect_routes(engine, options, admission, background)]
     routes += embedding_routes(engine, options, admission)
     routes += [*operational_routes(engine, options, live), *page_routes()]

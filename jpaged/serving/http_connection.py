@@ -60,6 +60,7 @@ def limited_protocol(limits: ServerLimits) -> type[HttpToolsProtocol]:
     if most is not None:
         LimitedHttpConnection.most_turned_away = min(_MOST_TURNED_AWAY, most // 2)
     LimitedHttpConnection.turned_away = set()
+    LimitedHttpConnection.handshakes = set()
     return LimitedHttpConnection
 
 
@@ -74,12 +75,14 @@ class HttpConnection(HttpToolsProtocol):
 
     limits: of its headers. most_connections: at once.
     most_turned_away: connections too many that may be open at once. turned_away: those that are.
+    handshakes: connections whose TLS handshake has not ended, which count (`TlsListener`).
     """
 
     limits: ServerLimits
     most_connections: int | None = None
     most_turned_away: int = _MOST_TURNED_AWAY
     turned_away: ClassVar[set["HttpConnection"]] = set()
+    handshakes: ClassVar[set["HttpConnection"]] = set()
     _dropped_bytes = 0
     _deadline: asyncio.TimerHandle | None = None
     _in_headers = False
@@ -91,9 +94,17 @@ class HttpConnection(HttpToolsProtocol):
     _unsent_bytes = 0
     _is_draining = False
 
+    def has_room_for_handshake(self) -> bool:
+        """Whether a TLS handshake may begin. A few too many may, as a 503 can be said only after it."""
+        if self.most_connections is None:
+            return True
+        return len(self.connections) + len(self.handshakes) < self.most_connections + self.most_turned_away
+
     def connection_made(self, transport: Any) -> None:
+        self.handshakes.discard(self)
         super().connection_made(transport)
-        most, num_open = self.most_connections, len(self.connections) - len(self.turned_away)
+        num_open = len(self.connections) - len(self.turned_away) + len(self.handshakes)
+        most = self.most_connections
         if most is not None and num_open > most:
             self._turn_away(ApiError(503, f"{most} connections are open already; try again later."))
         else:

@@ -38,7 +38,9 @@ class ServerLimits:
         max_watchers: of the live view, in each API process; above it they get a 503.
         max_unsent_bytes: of a stream's log-probabilities that wait for a client that takes them more slowly than they
             come; above it the stream ends with an error.
-        header_timeout_s: from the first byte of a request to the end of its headers.
+        max_response_bytes: of `/v1/responses` that are kept or run in the background, with conversations and events,
+            all together. The oldest that have ended give way; where those that run fill it, a new one gets a 503.
+        header_timeout_s: from the first byte of a request to the end of its headers; also for a TLS handshake.
         body_timeout_s: from there to the end of its body.
         send_timeout_s: for a client to take some of its answer; one that takes none is cut off, and its requests are
             aborted.
@@ -70,6 +72,7 @@ class ServerLimits:
     max_requests_per_client: int | None = None
     max_watchers: int = 32
     max_unsent_bytes: int = 16 << 20
+    max_response_bytes: int = 256 << 20
     header_timeout_s: float = 10.0
     body_timeout_s: float = 60.0
     send_timeout_s: float = 60.0

@@ -262,13 +262,23 @@ class PromptTokensDetails(Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Struct):
+    """Of the tokens that were generated, those of the reasoning's text."""
+
+    reasoning_tokens: int
+
+
 class Usage(Struct):
-    """Tokens of a request, of all its prompts and choices together."""
+    """Tokens of a request, of all its prompts and choices together.
+
+    completion_tokens_details: of chats with a model whose reasoning the server knows.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionLogprobs(Struct):

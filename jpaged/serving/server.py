@@ -6,8 +6,9 @@ import logging
 import math
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import cast
 
 import uvicorn
 
@@ -20,10 +21,11 @@ from jpaged.processes.wire import Ready
 from jpaged.serving.admission import ClientCounts
 from jpaged.serving.app import build_app
 from jpaged.serving.browsers import LOCAL_HOSTS, is_loopback
-from jpaged.serving.http_connection import limited_protocol
+from jpaged.serving.http_connection import HttpConnection, limited_protocol
 from jpaged.serving.listeners import BACKLOG
 from jpaged.serving.live import LiveView
 from jpaged.serving.options import LAST_WORDS_S, SIGNALS, AppOptions, ServerOptions
+from jpaged.serving.tls_listener import TlsListener
 from jpaged.serving.workers import supervise
 
 log = logging.getLogger("jpaged.server")
@@ -102,7 +104,7 @@ async def run(
             timeout_keep_alive=math.ceil(app_options.limits.keep_alive_timeout_s),
             timeout_graceful_shutdown=math.ceil(options.shutdown_timeout_s + LAST_WORDS_S),
         )
-        server = _Server(config, engine, options, signals, app.state.live)
+        server = _Server(config, engine, options, signals, app.state.live, app_options.limits.header_timeout_s)
         end = asyncio.ensure_future(_end_with(engine, server))
         try:
             await server.serve(sockets=[sock])
@@ -149,9 +151,11 @@ class _Server(uvicorn.Server):
         options: ServerOptions,
         signals: Sequence[signal.Signals],
         live: LiveView,
+        header_timeout_s: float,
     ) -> None:
         super().__init__(config)
         self._live = live
+        self._header_timeout_s = header_timeout_s
         self._engine = engine
         self._options = options
         self._signals = signals
@@ -167,13 +171,24 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        context = self.config.ssl
+        await super().startup(sockets if context is None else [])
+        if context is not None:  # uvicorn's own way in has no limits on handshakes
+            for sock in sockets or ():
+                listener = TlsListener(sock, context, self._connection, self._header_timeout_s)
+                self.servers.append(cast(asyncio.Server, listener))
         where = self._options.uds
         if where is None and sockets:
             scheme = "http" if self._options.ssl_certfile is None else "https"
             host, port = sockets[0].getsockname()[:2]
             where = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         log.info("serving on %s", where)
+
+    def _connection(self) -> HttpConnection:
+        make: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
+        made = make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        assert isinstance(made, HttpConnection)
+        return made
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         log.info("draining %d requests for at most %g s", self._engine.num_unfinished, self._options.shutdown_timeout_s)

@@ -408,7 +408,7 @@ def _allowed(given: Any, tools: Sequence[Tool]) -> tuple[str, tuple[Tool, ...]]:
 
 def _effort(request: ChatCompletionRequest, template: str, *, reasons: bool) -> dict[str, Any]:
     """Variables of the template that say how much the model shall reason. reasons: the model reasons at all."""
-    effort = request.reasoning_effort if request.reasoning is None else _asked_effort(request.reasoning)
+    effort = _asked_effort(request)
     if effort is None:
         return {}
     known = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -431,13 +431,15 @@ def _effort(request: ChatCompletionRequest, template: str, *, reasons: bool) -> 
     return variables
 
 
-def _asked_effort(reasoning: Mapping[str, Any]) -> Any:
-    """The effort that `reasoning` asks for, as SGLang and others take it: its "effort", or by "enabled" medium or none.
+def _asked_effort(request: ChatCompletionRequest) -> Any:
+    """The effort that a request asks for: its `reasoning_effort`, or `reasoning` as SGLang and others take it, by its
+    "effort", or by "enabled" medium or none.
 
     Raises:
-        ApiError: it has other fields, or `enabled` is no boolean.
+        ApiError: `reasoning` has other fields, or `enabled` is no boolean; the fields contradict each other.
     """
-    effort, enabled = reasoning.get("effort"), reasoning.get("enabled")
+    reasoning, effort = request.reasoning or {}, request.reasoning_effort
+    other, enabled = reasoning.get("effort"), reasoning.get("enabled")
     if reasoning.keys() - {"effort", "enabled"} or enabled not in (None, True, False):
         raise ApiError(
             400,
@@ -445,7 +447,17 @@ def _asked_effort(reasoning: Mapping[str, Any]) -> Any:
             " thinking_token_budget bounds it, and include_reasoning leaves it out.",
             param="reasoning",
         )
-    return ("none" if enabled is False else "medium") if effort is None and enabled is not None else effort
+    asked = {"reasoning_effort": effort, "reasoning.effort": other}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    contradict = len(asked) == 2 and effort != other
+    if enabled is not None and asked and (enabled is False) != (next(iter(asked.values())) == "none"):
+        asked["reasoning.enabled"], contradict = enabled, True
+    if contradict:
+        said = " and ".join(f"{name} is {json.dumps(value)[:80]}" for name, value in asked.items())
+        raise ApiError(400, f"{said}, which contradict each other; leave all but one out.", param="reasoning")
+    if asked:
+        return next(iter(asked.values()))
+    return None if enabled is None else "medium" if enabled else "none"
 
 
 def _budget(request: ChatCompletionRequest) -> int | None:

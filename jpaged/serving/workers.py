@@ -7,8 +7,8 @@
 
 It takes part in no request. SIGTERM reaches every API process through it, and when they have drained it ends the
 engine. An engine process that ends is started again, and so is an API process: its clients' streams break off, those of
-the others go on. What ends too often is not started again. Then all drain, and whoever started the server starts it
-anew, whole.
+the others go on. An API process whose event loop stands still is killed first; a pulse in shared memory shows that.
+What ends too often is not started again. Then all drain, and whoever started the server starts it anew, whole.
 """
 
 import asyncio
@@ -31,6 +31,7 @@ from jpaged.processes import handover
 from jpaged.processes.async_llm_engine import AsyncLLMEngine, load_tokenizer
 from jpaged.processes.keeper import RestartLimit
 from jpaged.processes.launch import EngineProcesses, Link, python_command
+from jpaged.processes.pulse import Pulse
 from jpaged.serving.admission import ClientCounts
 from jpaged.serving.options import LAST_WORDS_S, SIGNALS, AppOptions, ServerOptions
 
@@ -41,13 +42,17 @@ _END_S = 5.0
 """A drained API process gets this long to end, then it is killed."""
 _OF_USE_S = 10.0
 """An API process that ended before that had not served for long; the next one has to wait."""
+_LOOK_S = 1.0
+"""So often is a pulse looked at."""
+_TRACEBACK_S = 0.2
+"""A process that hangs gets this long to write where."""
 
 
 class WorkerStart(msgspec.Struct):
     """The start message of an API process: JSON on its standard input.
 
     parent: the pid of the supervisor. worker, num_workers: its row of the board, and how many there are.
-    board_fd, clients_fd: shared memory (`Board`, `ClientCounts`).
+    board_fd, clients_fd, pulse_fd: shared memory (`Board`, `ClientCounts`, `Pulse`).
     engine_fds: sockets to the replicas, None where no process runs; handover_fd: where those to later ones come from.
     log_levels: by name of the logger.
     """
@@ -60,6 +65,7 @@ class WorkerStart(msgspec.Struct):
     num_workers: int
     board_fd: int
     clients_fd: int
+    pulse_fd: int
     engine_fds: list[int | None]
     handover_fd: int
     listen_fd: int
@@ -70,35 +76,41 @@ class _Worker:
     """An API process, and the one that takes its place when it ends.
 
     number: of the client. start: what it is told, but for the sockets to the replicas. most_restarts: within ten
-    minutes. Its listening socket stays open here, so that clients who connect while no process runs wait for the next.
+    minutes. hang_s: one whose event loop does not come round for so long is killed. Its listening socket stays open
+    here, so that clients who connect while no process runs wait for the next.
     """
 
-    def __init__(self, number: int, start: WorkerStart, most_restarts: int) -> None:
+    def __init__(self, number: int, start: WorkerStart, most_restarts: int, hang_s: float) -> None:
         self.number = number
         self.process: Process | None = None
+        self._pulse: Pulse | None = None
         self._start = start
+        self._hang_s = hang_s
+        self._was_hanging = False
         self._limit = RestartLimit(most_restarts)
 
     async def begin(self, engine: AsyncLLMEngine, sockets: Sequence[socket.socket | None]) -> None:
         """Starts the process. sockets: to the replicas; closed here. Raises OSError if it cannot be started."""
         assert engine.keeper is not None
-        start, theirs = self._start, None
+        start, theirs, pulse = self._start, None, None
         try:
             ours, theirs = handover.socket_pair()
             engine.keeper.add_client(self.number, ours)
             start.engine_fds = [None if sock is None else sock.fileno() for sock in sockets]
             start.handover_fd = theirs.fileno()
-            fds = (*start.engine_fds, start.handover_fd, start.board_fd, start.clients_fd, start.listen_fd)
+            self._pulse = pulse = Pulse.create()
+            start.pulse_fd = pulse.fd
+            fds = (*start.engine_fds, start.handover_fd, start.board_fd, start.clients_fd, start.pulse_fd)
             self.process = await asyncio.create_subprocess_exec(
                 *python_command("jpaged.serving.api_process"),
                 stdin=PIPE,
-                pass_fds=[fd for fd in fds if fd is not None],
+                pass_fds=[fd for fd in (*fds, start.listen_fd) if fd is not None],
                 env=package_environment(os.environ),
             )
         finally:
-            for sock in (theirs, *sockets):
-                if sock is not None:
-                    sock.close()
+            for one in (theirs, pulse, *sockets):
+                if one is not None:
+                    one.close()
         assert self.process.stdin is not None
         self.process.stdin.write(msgspec.json.encode(start))
         self.process.stdin.close()
@@ -108,9 +120,15 @@ class _Worker:
         while True:
             assert self.process is not None
             begun = time.monotonic()
-            code = await self.process.wait()
-            how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            what = f"API process {self.process.pid} ended with {how}"
+            watching = asyncio.ensure_future(self._kill_when_silent(self.process))
+            try:
+                code = await self.process.wait()
+            finally:
+                watching.cancel()
+            how = f"ended with signal {-code}" if code < 0 else f"ended with exit code {code}"
+            if self._was_hanging:
+                how = f"did not come round for {self._hang_s:g} s (--step-timeout) and was killed"
+            what = f"API process {self.process.pid} {how}"
             processes.links[0].board.clear_gauges(self.number)
             was_of_use = time.monotonic() - begun > _OF_USE_S
             while True:
@@ -125,6 +143,19 @@ class _Worker:
                     break
                 except OSError as error:  # the machine has no memory, processes or files to spare at the moment
                     what, was_of_use = f"An API process cannot be started ({error})", False
+
+    async def _kill_when_silent(self, process: Process) -> None:
+        """Kills the process when its pulse is silent."""
+        pulse, late, self._was_hanging = self._pulse, 0, False
+        assert pulse is not None
+        while late < 2:  # once may be since this process has been stopped with it, and both go on
+            await asyncio.sleep(min(_LOOK_S, self._hang_s / 4))
+            late = late + 1 if pulse.silence_s() > self._hang_s else 0
+        self._was_hanging = True
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGUSR1)  # it writes where it hangs, if it can
+            await asyncio.sleep(_TRACEBACK_S)
+            process.kill()
 
 
 async def supervise(
@@ -149,7 +180,8 @@ async def supervise(
             start = _worker_start(args, app_options, options, fds, link, listener)
             if workers:  # the first says for all that they serve, and that they drain
                 start.log_levels[log.name] = max(log.level, logging.WARNING)
-            worker = _Worker(link.board.worker, start, options.restarts.max_restarts)
+            restarts = options.restarts
+            worker = _Worker(link.board.worker, start, restarts.max_restarts, restarts.step_timeout_s)
             workers.append(worker)
             await worker.begin(engine, link.sockets)
         await _until_told(engine, processes, workers, stopped)
@@ -224,6 +256,7 @@ def _worker_start(
         num_workers=link.board.num_workers,
         board_fd=fds[0],
         clients_fd=fds[1],
+        pulse_fd=-1,
         engine_fds=[],
         handover_fd=-1,
         listen_fd=listener.fileno(),

@@ -57,6 +57,7 @@ def tags_as_lark(text: str, expression: Expression) -> str:
     if not isinstance(given, dict) or given.get("type") != "structural_tag":
         raise _refused('must be {"type": "structural_tag", "format": {...}}, or with "structures" and "triggers".')
     if "format" in given:
+        _only(given, ("type", "format"))
         start = writer.part("format", given["format"], last=True)
     else:
         start = writer.triggered("", _of_structures(given))
@@ -68,9 +69,11 @@ def _of_structures(given: Mapping[str, Any]) -> dict[str, Any]:
     structures, triggers = given.get("structures"), given.get("triggers")
     if not isinstance(structures, list) or not isinstance(triggers, list):
         raise _refused('needs "format", or "structures" and "triggers".')
+    _only(given, ("type", "structures", "triggers"))
     tags = []
     for i, one in enumerate(structures):
         fields = one if isinstance(one, dict) else {}
+        _only(fields, ("begin", "schema", "end"), f"structures[{i}]")
         begin, schema, end = fields.get("begin"), fields.get("schema"), fields.get("end")
         if not isinstance(begin, str) or not isinstance(schema, dict) or not isinstance(end, str):
             raise _refused('needs "begin", "schema" and "end".', f"structures[{i}]")
@@ -78,6 +81,13 @@ def _of_structures(given: Mapping[str, Any]) -> dict[str, Any]:
     if not tags:
         raise _refused("has no structures; give at least one.")
     return {"triggers": triggers, "tags": tags}
+
+
+def _only(given: Mapping[str, Any], names: Sequence[str], where: str = "") -> None:
+    """Raises InvalidParameterError for a field that a tag, or a part of the older form, does not have."""
+    for name, value in given.items():
+        if name not in names and value is not None:
+            raise _refused("is not supported; leave it out.", f"{where}.{name[:80]}" if where else name[:80])
 
 
 def _refused(said: str, where: str = "") -> InvalidParameterError:

@@ -242,12 +242,15 @@ class Tokenizer:
         documents: for templates that know them.
         """
         conversation, marks = check_messages(messages), None
-        if not control_tokens_in_messages:
-            (*conversation, given), marks = self._control_tokens.mark([*conversation, {"documents": documents}])
-            documents = given["documents"]
-        if documents:
-            options["documents"] = documents
-        return ChatPrompt(self.render_chat(conversation, **options), marks)
+        try:
+            if not control_tokens_in_messages:
+                (*conversation, given), marks = self._control_tokens.mark([*conversation, {"documents": documents}])
+                documents = given["documents"]
+            if documents:
+                options["documents"] = documents
+            return ChatPrompt(self.render_chat(conversation, **options), marks)
+        except RecursionError:
+            raise InvalidPromptError("messages, or what comes with them, nest too deeply; make them flatter.") from None
 
     def encode_prompt(self, prompt: ChatPrompt) -> list[int]:
         """The token ids of a conversation's prompt.

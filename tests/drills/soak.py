@@ -2,10 +2,14 @@
 
     make drill-soak                                     ten minutes
     make drill-soak ARGS="--seconds 0 --only kill_engine --only kill_api"       these once, and be done
+    make drill-soak ARGS="--api-workers 1"              with responses in the background
     ... [drill's options] -- --scheduling-policy priority       what follows is for `jpaged serve`
 
 Clients ask for every kind of answer (tests/support/request_mix.py), whole and streamed. Some go away in the middle,
-some read slowly. The wall clock of all processes jumps by hours (a patched `time.time`). Meanwhile, in random order:
+some read slowly. With `--api-workers 1` some ask for responses in the background, too
+(tests/support/background_mix.py), which they poll, read again and cancel; API processes do not share these, and the
+only one cannot be killed. The wall clock of all processes jumps by hours (a patched `time.time`). Meanwhile, in random
+order:
 
 kill_engine, kill_engines    SIGKILL to one engine process; to all
 kill_api                     SIGKILL to an API process: its connections break, and their clients ask again
@@ -44,6 +48,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from tests.support.background_mix import HOW, RESPONSES, BackgroundClient, background_mix, ended_answer
 from tests.support.request_mix import Asked, StreamedAnswer, difference, request_mix, whole_answer
 from tests.support.served import Server
 from tests.support.small_disk import filled, small_disk
@@ -55,6 +60,10 @@ SEND_TIMEOUT_S, STEP_TIMEOUT_S = 3.0, 20.0
 NOTICED_S = 240.0
 """In which a process that was stopped must be noticed, whatever it was doing: it may be importing (`pulse.BEGIN_S`)."""
 REPLICAS, API_WORKERS = 2, 2
+HELPERS_END_S = 5.0
+"""Helpers of the first process end when it has ended, which closes their sockets; Python takes a moment for that."""
+BACKGROUND_SHARE = 0.25
+"""Of what clients ask for, where there is one API process."""
 MEMORY_GROWTH, MEMORY_MARGIN_MIB = 1.1, 24.0
 POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
 """The most that asyncio's pool has, which starts them one by one. A thread for each trouble would be more."""
@@ -64,9 +73,11 @@ TROUBLES = (
     *("kill_engine", "kill_engines", "kill_api", "kill_helper", "pause_engine", "hang_engine", "full_disk"),
     *("reset_prefix_cache", "sleep", "sleep_busy", "sleep_killed", "wake_up_killed", "mute_client"),
 )
+KILL_API = ("kill_api", "sleep_killed", "wake_up_killed")
+"""Troubles that end an API process, of which there are several then."""
 MUTE_PROMPT, MUTE_TOKENS = 97, 900
 OPTIONS = (
-    *("--data-parallel-size", str(REPLICAS), "--api-workers", str(API_WORKERS), "--max-restarts", "100000"),
+    *("--data-parallel-size", str(REPLICAS), "--max-restarts", "100000"),
     *("--send-timeout", f"{SEND_TIMEOUT_S:g}", "--step-timeout", f"{STEP_TIMEOUT_S:g}", "--shutdown-timeout", "20"),
     *DEMO_OPTIONS,  # the tests', whose compiled programs it finds in their cache
 )
@@ -96,6 +107,8 @@ class Soak:
         self.progress = 0
         self._mix = request_mix(args.tokens, args.seed)
         self._expected: list[dict[str, Any]] = []
+        self._background = background_mix(args.tokens) if args.api_workers == 1 else []
+        self._ended: list[dict[str, Any]] = []
         self._draw = random.Random(args.seed)
         self._num_clients = args.clients
         self._gate = asyncio.Event()
@@ -106,6 +119,9 @@ class Soak:
     async def learn(self) -> None:
         """Asks for everything once, in peace."""
         self._expected = await asyncio.gather(*(self._whole(asked) for asked in self._mix))
+        for body in self._background:
+            response = await self.http.post(RESPONSES, json=body)
+            self._ended.append(ended_answer(response.json()))
 
     @contextlib.asynccontextmanager
     async def clients(self) -> AsyncIterator[None]:
@@ -147,7 +163,10 @@ class Soak:
             await self._gate.wait()
             self._open += 1
             try:
-                await self._one(self._draw.randrange(len(self._mix)))
+                if self._background and self._draw.random() < BACKGROUND_SHARE:
+                    await self._one_in_background(self._draw.randrange(len(self._background)))
+                else:
+                    await self._one(self._draw.randrange(len(self._mix)))
             finally:
                 self._open -= 1
 
@@ -175,6 +194,15 @@ class Soak:
             except Exception as error:
                 self.failures.append(f"{how} {asked.body}: {error!r}")
                 return
+
+    async def _one_in_background(self, number: int) -> None:
+        body, how = self._background[number], self._draw.choice(HOW)
+        try:
+            await BackgroundClient(self.http, body, self._ended[number]).ask(how)
+        except Exception as error:
+            self.failures.append(f"background, {how} {body}: {error!r}")
+        self.counts[f"background, {how}"] += 1
+        self.progress += 1
 
     async def _whole(self, asked: Asked) -> dict[str, Any]:
         response = await self.http.post(asked.path, json=asked.body)
@@ -233,12 +261,14 @@ class Soak:
 class Troubles:
     """What befalls a server. Each method is a trouble and returns when the server has got over it."""
 
-    def __init__(self, soak: Soak, draw: random.Random, disk: Path | None, only: list[str] | None) -> None:
+    def __init__(self, soak: Soak, draw: random.Random, disk: Path | None, args: argparse.Namespace) -> None:
         self.num_restarts = 0
+        self._num_api = args.api_workers
         self._soak, self._server = soak, soak.server
         self._draw = draw
         self._disk = disk
-        names = [name for name in only or TROUBLES if name != "full_disk" or disk is not None]
+        names = [name for name in args.only or TROUBLES if name != "full_disk" or disk is not None]
+        names = [name for name in names if name not in KILL_API or self._num_api > 1]
         self.all: list[Callable[[], Awaitable[None]]] = [getattr(self, name) for name in names]
 
     async def kill_engine(self) -> None:
@@ -254,7 +284,7 @@ class Troubles:
         self._soak.api_killed()
         victim = self._draw.choice(_running(self._server, "api_process"))
         os.kill(victim, signal.SIGKILL)
-        while len(left := _running(self._server, "api_process")) < API_WORKERS or victim in left:
+        while len(left := _running(self._server, "api_process")) < self._num_api or victim in left:
             await asyncio.sleep(0.05)
         self._soak.api_killed()
 
@@ -414,7 +444,7 @@ async def soak(server: Server, args: argparse.Namespace, disk: Path | None) -> d
     before = await quiet_census(server)
     async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits, trust_env=False) as http:
         one.http = http
-        troubles = Troubles(one, random.Random(args.seed), disk, args.only)
+        troubles = Troubles(one, random.Random(args.seed), disk, args)
         begun, befallen = time.monotonic(), Counter[str]()
         async with one.clients():
             try:
@@ -561,7 +591,11 @@ def drill(args: argparse.Namespace) -> bool:
         temporary.mkdir()
         environment = {MARK: mark, "PYTHONPATH": name, "TMPDIR": str(temporary)}
         with (directory / "log").open("w+") as log:
-            server = Server([*OPTIONS, *args.serve_options], log=log, environment=environment)
+            server = Server(
+                [*OPTIONS, "--api-workers", str(args.api_workers), *args.serve_options],
+                log=log,
+                environment=environment,
+            )
             try:
                 report = asyncio.run(soak(server, args, disk))
             finally:
@@ -571,7 +605,10 @@ def drill(args: argparse.Namespace) -> bool:
         failures = report["failures"]
         if server.process.returncode != 0:
             failures.append(f"the server ended with exit code {server.process.returncode}")
-        if left := _marked(mark):
+        end = time.monotonic() + HELPERS_END_S
+        while (left := _marked(mark)) and time.monotonic() < end:
+            time.sleep(0.1)
+        if left:
             failures.append(f"processes {left} are left")
         files = [path.name for path in temporary.iterdir()]
         if len(files) > MOST_STEP_FILES or not all(name.startswith("jpaged-steps-") for name in files):
@@ -588,6 +625,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600.0, help="of troubles, each at least once (default: 600)")
     parser.add_argument("--only", choices=TROUBLES, action="append", help="may be repeated (default: all)")
+    parser.add_argument("--api-workers", type=int, default=API_WORKERS, metavar="N", help="(default: 2)")
     parser.add_argument("--warm-up", type=float, default=10.0, help="s without, before and after (default: 10)")
     parser.add_argument("--clients", type=int, default=16, help="requests at once (default: 16)")
     parser.add_argument("--tokens", type=int, default=40, help="of most answers (default: 40)")

@@ -26,6 +26,7 @@ from jpaged.engine.sequences.request import RequestStatus
 from jpaged.frontend.llm_engine import LLMEngine
 from jpaged.processes import keeper
 from jpaged.processes.client_requests import ClientRequest, StepRequests
+from jpaged.processes.pulse import Pulse
 from jpaged.serving import workers
 from jpaged.serving.limits import ServerLimits
 from jpaged.serving.options import AppOptions, ServerOptions
@@ -37,6 +38,8 @@ pytestmark = pytest.mark.xdist_group("server")
 
 PROMPTS = [f"{beginning} {animal}" for beginning in ("Once upon a time a", "The") for animal in ("snail", "fox", "owl")]
 SEEDED = {"seed": 3, "max_tokens": 200}
+STOPPED_S = 8
+"""In which an API process that is stopped is noticed."""
 LONG = {"prompt": "A", "max_tokens": 1000, "ignore_eos": True, "stream": True}
 
 
@@ -226,6 +229,75 @@ def test_a_killed_api_process_is_started_again_and_only_its_own_streams_break_of
     assert broken < len(seen)
 
 
+async def ends_of_streams(server, number, stopped):
+    """How streams end of which all have begun before a process is stopped."""
+    # What the stopped process does not read fills its sockets.
+    body, last = LONG | {"logprobs": 20, "seed": 1}, number
+
+    async def read(client):
+        nonlocal last
+        end = "broken"
+        with contextlib.suppress(httpx.RemoteProtocolError, httpx.ReadError):
+            async with client.stream("POST", "/v1/completions", json=body) as response:
+                async for line in response.aiter_lines():
+                    if line.startswith("data: {"):
+                        if end == "broken":
+                            last -= 1
+                            if not last:
+                                os.kill(stopped, signal.SIGSTOP)
+                        end = json.loads(line[6:])["choices"][0]["finish_reason"]
+        return end or "broken"
+
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    options = {"base_url": server.url, "headers": server.client.headers, "timeout": 120, "trust_env": False}
+    async with httpx.AsyncClient(limits=limits, **options) as client:
+        return await asyncio.gather(*(read(client) for _ in range(number)))
+
+
+def test_an_api_process_that_is_stopped_is_killed_and_replaced_and_others_notice_nothing(tmp_path):
+    server = Server(tmp_path / "log", "--api-workers", "2", "--step-timeout", str(STOPPED_S))
+    try:
+        stopped, other = server.children("api_process")
+        begun = time.monotonic()
+        ends = asyncio.run(ends_of_streams(server, 12, stopped))
+        assert set(ends) == {"length", "broken"}
+        log = server.log_with("; starting it again")
+        assert f"API process {stopped} did not come round for {STOPPED_S} s (--step-timeout) and was killed" in log
+        assert time.monotonic() - begun > STOPPED_S / 2
+        end = time.monotonic() + 120
+        while len(server.children("api_process")) != 2:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        assert other in server.children("api_process")
+        bodies = [("POST", "/v1/completions", {"prompt": p, "max_tokens": 3}) for p in PROMPTS * 2]
+        assert {answer.status_code for answer in ask_at_once(server, bodies)} == {200}
+        assert {page.json()["server_load"] for page in ask_at_once(server, [("GET", "/load", None)] * 8)} == {0}
+    finally:
+        server.close()
+    assert server.process.returncode == 0
+
+
+def test_an_api_process_that_goes_on_with_the_first_one_is_left_alone(monkeypatch):
+    """As after all of a server was stopped."""
+
+    async def scene():
+        worker = workers._Worker(1, SimpleNamespace(), most_restarts=1, hang_s=0.2)
+        worker._pulse = pulse = Pulse.create()
+        signals = []
+        process = SimpleNamespace(send_signal=signals.append, kill=lambda: signals.append(signal.SIGKILL))
+        killing = asyncio.ensure_future(worker._kill_when_silent(process))
+        for _ in range(8):
+            pulse.beat()
+            await asyncio.sleep(0.05)
+            time.sleep(0.3)  # nothing runs
+        assert not signals
+        await asyncio.wait_for(killing, 60)
+        assert signals == [signal.SIGUSR1, signal.SIGKILL]
+        pulse.close()
+
+    asyncio.run(scene())
+
+
 def test_a_killed_api_process_that_is_not_started_again_ends_the_others_and_the_server(tmp_path):
     server = Server(tmp_path / "log", "--api-workers", "2", "--max-restarts", "0")
     pids = [*server.children("engine_process"), *server.children("api_process")]
@@ -348,7 +420,7 @@ def test_an_api_process_that_cannot_be_started_at_the_moment_is_tried_again(monk
         engine = SimpleNamespace(keeper=SimpleNamespace(add_client=lambda _, channel: channel.close()))
         links = [SimpleNamespace(board=SimpleNamespace(clear_gauges=lambda _: None))]
         processes = SimpleNamespace(links=links, new_client=list)
-        worker = workers._Worker(1, msgspec.defstruct("Start", [(name, int, 0) for name in STARTED_WITH])(), 10)
+        worker = workers._Worker(1, msgspec.defstruct("Start", [(name, int, 0) for name in STARTED_WITH])(), 10, 300.0)
         worker.process = ended = await real("true")
         keep = asyncio.ensure_future(worker.keep(engine, processes))
         while worker.process is ended and not keep.done():
@@ -365,7 +437,7 @@ def test_an_api_process_that_cannot_be_started_at_the_moment_is_tried_again(monk
     assert caplog.text.count("An API process cannot be started") == 2
 
 
-STARTED_WITH = ("engine_fds", "handover_fd", "board_fd", "clients_fd", "listen_fd")
+STARTED_WITH = ("engine_fds", "handover_fd", "board_fd", "clients_fd", "pulse_fd", "listen_fd")
 
 
 def test_an_api_process_for_which_no_descriptor_is_left_leaves_no_socket_open(monkeypatch):
@@ -374,7 +446,7 @@ def test_an_api_process_for_which_no_descriptor_is_left_leaves_no_socket_open(mo
 
     monkeypatch.setattr(workers.handover, "socket_pair", refuse)
     sockets = socket.socketpair()
-    worker = workers._Worker(1, SimpleNamespace(), most_restarts=1)
+    worker = workers._Worker(1, SimpleNamespace(), most_restarts=1, hang_s=300.0)
     with pytest.raises(OSError, match="too many open files"):
         asyncio.run(worker.begin(SimpleNamespace(keeper=SimpleNamespace()), sockets))
     assert [one.fileno() for one in sockets] == [-1, -1]

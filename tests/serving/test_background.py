@@ -1,6 +1,7 @@
 """Responses that run in the background: asked for, read as streams by several clients, cancelled, forgotten."""
 
 import asyncio
+import contextlib
 import json
 import signal
 import threading
@@ -13,13 +14,13 @@ import pytest
 
 from jpaged.api.outputs import CompletionOutput, Logprob, RequestOutput
 from jpaged.frontend.inputs import ProcessedInput
-from jpaged.serving.dialects import background, response_store, responses
+from jpaged.serving.dialects import background, responses
 from jpaged.serving.dialects.background import BackgroundResponses
 from jpaged.serving.dialects.event_record import EventRecord
 from jpaged.serving.dialects.response_store import ResponseStore
 from jpaged.serving.dialects.responses import ResponsesRequest
 from jpaged.serving.dialects.responses_answer import ResponsesAnswer
-from jpaged.serving.errors import ApiError
+from jpaged.serving.errors import ApiError, OverloadedError
 from tests.serving.server_process import KEY, Server
 
 pytestmark = pytest.mark.xdist_group("tools server")
@@ -204,9 +205,8 @@ def test_a_reader_that_keeps_up_is_not_slower_the_more_has_come():
     assert steps <= 2000
 
 
-def test_a_response_whose_events_find_no_room_is_kept_without_them(monkeypatch):
-    monkeypatch.setattr(response_store, "MAX_STORED_BYTES", 200)
-    store, record = ResponseStore(), EventRecord(1000)
+def test_a_response_whose_events_find_no_room_is_kept_without_them():
+    store, record = ResponseStore(200), EventRecord(1000)
     record.add(b"event: a\n\n" * 50)
     store.put(None, {"id": "resp_1", "status": "completed"}, record)
     assert store.response("resp_1")["status"] == "completed"
@@ -249,7 +249,7 @@ def test_a_response_is_cancelled_behind_the_events_that_a_thread_is_making():
             fields=(),
             prompt_field="input",
         )
-        run = BackgroundResponses(Engine()).start(job, records=True)
+        run = BackgroundResponses(Engine(), store).start(job, records=True)
         assert await asyncio.to_thread(begun.wait, 60)
         cancels = [asyncio.ensure_future(run.cancel()) for _ in range(2)]  # two clients do
         await asyncio.sleep(0.05)
@@ -273,9 +273,71 @@ def test_so_many_run_in_the_background_and_no_more(monkeypatch):
     closed = []
     job = SimpleNamespace(ticket=SimpleNamespace(close=lambda: closed.append(True)))
     with pytest.raises(ApiError, match="of at most 0; try again") as caught:
-        BackgroundResponses(SimpleNamespace()).start(job, records=False)
+        BackgroundResponses(SimpleNamespace(), ResponseStore()).start(job, records=False)
     assert caught.value.status == 503
     assert closed == [True]
+
+
+def recorded(num_bytes):
+    record = EventRecord(1 << 30)
+    record.add(b"e" * 998 + b"\n\n")
+    for _ in range(num_bytes // 1000 - 1):
+        record.add(b"e" * 998 + b"\n\n")
+    return record
+
+
+def kept_ones(store):
+    found = []
+    for i in range(10):
+        with contextlib.suppress(ApiError):
+            found.append(store.response(f"resp_{i}")["id"])
+    return found
+
+
+def test_all_responses_share_one_bound_and_the_oldest_that_have_ended_give_way_first():
+    store = ResponseStore(1_000_000)
+    for i in range(3):
+        store.put(None, {"id": f"resp_{i}"}, recorded(250_000))
+    big, small = recorded(300_000), recorded(50_000)
+    first = store.hold(1000, big)  # 250,000 each, and 301,000
+    assert kept_ones(store) == ["resp_1", "resp_2"]
+    store.hold(1000, small)
+    assert kept_ones(store) == ["resp_1", "resp_2"]
+    first.grow_to(600_000)  # nothing that has ended is left; it has itself the most events
+    assert kept_ones(store) == []
+    assert (big.num_bytes, small.num_bytes) == (300_000, 50_000)
+    first.grow_to(800_000)
+    assert (big.num_bytes, small.num_bytes) == (149_000, 50_000)
+    with pytest.raises(OverloadedError, match=r"--max-response-bytes\); try again") as caught:
+        store.hold(2000, None)
+    assert caught.value.status == 503
+    with pytest.raises(OverloadedError, match="--max-response-bytes"):
+        first.grow_to(1_200_000)
+    assert (big.num_bytes, small.num_bytes) == (0, 0)
+    first.release()
+    store.put(None, {"id": "resp_9"}, recorded(500_000))
+    assert kept_ones(store) == ["resp_9"]
+
+
+def test_a_new_response_in_the_background_is_refused_while_others_fill_the_memory(tmp_path):
+    server = Server(tmp_path / "log", "--max-response-bytes", "30000")
+    try:
+        body = {"background": True, "ignore_eos": True, "max_output_tokens": 900}
+        many = []
+        with server.engines_standing_still():
+            while len(many) < 50:
+                answer = server.client.post("/v1/responses", json=body | {"input": "a b " * 400})
+                if answer.status_code != 200:
+                    break
+                many.append(answer.json()["id"])
+        assert (answer.status_code, 10 < len(many) < 20) == (503, True)
+        assert "--max-response-bytes" in answer.json()["error"]["message"]
+        assert "retry-after" in answer.headers
+        for one in many:
+            assert server.client.post(f"/v1/responses/{one}/cancel").json()["status"] in ("cancelled", "incomplete")
+        assert server.client.post("/v1/responses", json=body | {"input": "a"}).json()["status"] == "queued"
+    finally:
+        server.close()
 
 
 def test_the_end_of_the_server_waits_for_no_response_in_the_background(tmp_path):

@@ -420,7 +420,7 @@ def test_conversations_are_kept_within_bounds(monkeypatch):
     with pytest.raises(ApiError, match="resp_0"):
         store.get("resp_0")
     assert store.get("resp_1")
-    monkeypatch.setattr(response_store, "MAX_STORED_BYTES", 200)
+    store._max_bytes = 200
     store.put([{"role": "user", "content": "b" * 100}], {"id": "resp_4", "output": []})
     with pytest.raises(ApiError):
         store.get("resp_1")

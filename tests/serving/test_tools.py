@@ -177,6 +177,52 @@ def test_reasoning_comes_apart_and_its_budget_ends_it(server):
     assert "reasoning_content" not in none
 
 
+def test_usage_counts_reasoning_tokens_shown_or_not_and_streamed(server):
+    thinks = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 6, "max_tokens": 20}
+    several = {"chat_template_kwargs": {"enable_thinking": True}, "max_tokens": 700, "n": 2, "temperature": 1}
+    counted = []
+    for body in (thinks, several, thinks | {"include_reasoning": False}):
+        whole = chat(server, **body).json()
+        details = whole["usage"]["completion_tokens_details"]
+        counted.append(details)
+        shown = [choice["message"].get("reasoning") for choice in whole["choices"]]
+        if body.get("include_reasoning", True):
+            texts = [{"prompt": text or "", "add_special_tokens": False} for text in shown]
+            counts = [server.client.post("/tokenize", json=text).json()["count"] for text in texts]
+            assert 0 < details["reasoning_tokens"] == sum(counts) <= whole["usage"]["completion_tokens"]
+        else:
+            assert (shown, details) == ([None], counted[0])
+        options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        lines = chat(server, **body, **options).text.split("\n\n")[:-2]
+        usages = [json.loads(line.removeprefix("data: "))["usage"] for line in lines]
+        assert usages[-1]["completion_tokens_details"] == details
+        counts = [usage["completion_tokens_details"]["reasoning_tokens"] for usage in usages]
+        assert counts[0] == 0
+        assert counts == sorted(counts)
+        assert len(set(counts)) > (2 if body is several else 1)
+    plain = chat(server, chat_template_kwargs={"enable_thinking": False}, max_tokens=5).json()
+    assert plain["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+def test_equal_efforts_pass_and_contradicting_ones_are_both_named(server):
+    for fields in (
+        {"reasoning_effort": "high", "reasoning": {"effort": "high"}},
+        {"reasoning_effort": "high", "reasoning": {"enabled": True}},
+        {"reasoning_effort": "none", "reasoning": {"enabled": False, "effort": "none"}},
+    ):
+        answer = chat(server, max_tokens=1, **fields)
+        assert answer.status_code == 200, answer.text
+    for fields, names in (
+        ({"reasoning_effort": "high", "reasoning": {"effort": "none"}}, ["reasoning_effort", "reasoning.effort"]),
+        ({"reasoning_effort": "none", "reasoning": {"enabled": True}}, ["reasoning_effort", "reasoning.enabled"]),
+        ({"reasoning": {"enabled": False, "effort": "high"}}, ["reasoning.effort", "reasoning.enabled"]),
+    ):
+        answer = chat(server, max_tokens=1, **fields)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "reasoning"
+        assert all(name in answer.json()["error"]["message"] for name in names)
+
+
 def test_a_schema_holds_for_what_follows_the_reasoning(server):
     schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER, "strict": True}}
     for fields in (

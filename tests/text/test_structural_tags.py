@@ -137,6 +137,9 @@ def test_what_is_no_format_is_refused_by_place(given, said):
         ({"type": "other"}, 'must be {"type": "structural_tag"'),
         ({"type": "structural_tag"}, 'needs "format", or "structures" and "triggers"'),
         ({"type": "structural_tag", "structures": [], "triggers": []}, "has no structures"),
+        ({"type": "structural_tag", "structures": [], "triggers": [], "at_least_one": 1}, ": at_least_one is not supp"),
+        ({"type": "structural_tag", "structures": [{"style": "xml"}], "triggers": []}, ": structures[0].style is not"),
+        (formatted(TEXT) | {"triggers": []}, ": triggers is not supported"),
         ({"type": "structural_tag", "structures": [5], "triggers": []}, ": structures[0] needs"),
     ],
 )

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.dialects.event_record import EventRecord
 from jpaged.serving.dialects.items import named_event
+from jpaged.serving.dialects.response_store import Holding, ResponseStore
 from jpaged.serving.dialects.responses_answer import ResponsesAnswer
 from jpaged.serving.errors import ApiError, OverloadedError
 from jpaged.serving.http import ClientDisconnected, error_response, reported, unless_disconnected
@@ -36,16 +37,17 @@ _TOO_SLOW = {
 
 
 class Run:
-    """One response in the background. record: None if it was not asked for as a stream."""
+    """One response in the background. holding: its memory. record: None if it was not asked for as a stream."""
 
-    def __init__(self, engine: AsyncLLMEngine, job: Job, record: EventRecord | None) -> None:
+    def __init__(self, engine: AsyncLLMEngine, job: Job, holding: Holding) -> None:
         assert isinstance(job.answer, ResponsesAnswer)
         self.answer = job.answer
-        self.record = record
+        self.record = holding.record
+        self._holding = holding
         self._engine = engine
         self._job = job
         self._is_cancelled = False
-        self._take(self.answer.queued())
+        self._record(self.answer.queued())
         self.task = asyncio.ensure_future(self._run())
 
     async def _run(self) -> None:
@@ -59,9 +61,10 @@ class Run:
             last = self.answer.cancelled()
         except Exception as error:  # whatever it is, those who ask for the response are told
             last = self.answer.failed(reported(error, self._job.fields, self._job.prompt_field))
-        self._take(last)
+        self._record(last)
         if self.record is not None:
             self.record.end()
+        self._holding.release()
         self.answer.keep(self.record)
 
     async def cancel(self) -> None:
@@ -72,14 +75,20 @@ class Run:
         await asyncio.wait([self.task])
 
     def _take(self, events: bytes) -> None:
+        """Raises OverloadedError if there is no room for more."""
+        self._record(events)
+        self._holding.grow_to(self.answer.num_bytes)
+
+    def _record(self, events: bytes) -> None:
         if self.record is not None:
             self.record.add(events)
 
 
 class BackgroundResponses:
-    """Those that run."""
+    """Those that run. store: where they are kept when they have ended."""
 
-    def __init__(self, engine: AsyncLLMEngine) -> None:
+    def __init__(self, engine: AsyncLLMEngine, store: ResponseStore) -> None:
+        self.store = store
         self._engine = engine
         self._runs: dict[str, Run] = {}
 
@@ -87,7 +96,7 @@ class BackgroundResponses:
         """Runs a job, whose answer is a `ResponsesAnswer`. records: its events, up to the job's `max_unsent_bytes`.
 
         Raises:
-            OverloadedError: as many run as may.
+            OverloadedError: as many run as may, or hold all the memory that they may.
         """
         if len(self._runs) >= MAX_RUNNING:
             job.ticket.close()
@@ -96,7 +105,13 @@ class BackgroundResponses:
                 " later.",
                 RETRY_AFTER_S,
             )
-        run = Run(self._engine, job, EventRecord(job.max_unsent_bytes) if records else None)
+        assert isinstance(job.answer, ResponsesAnswer)
+        try:
+            holding = self.store.hold(job.answer.num_bytes, EventRecord(job.max_unsent_bytes) if records else None)
+        except OverloadedError:
+            job.ticket.close()
+            raise
+        run = Run(self._engine, job, holding)
         response_id = run.answer.response_id
         self._runs[response_id] = run
         run.task.add_done_callback(lambda _: self._runs.pop(response_id))

@@ -31,10 +31,15 @@ class EventRecord:
         for event in events.split(b"\n\n")[:-1]:
             self._events.append(event + b"\n\n")
             self.num_bytes += len(event) + 2
-        while self.num_bytes > self._max_bytes:
+        self.drop(self.num_bytes - self._max_bytes)
+        self._wake()
+
+    def drop(self, num_bytes: int) -> None:
+        """The oldest events give way, until at least so many bytes are free or none is left."""
+        least = self.num_bytes - num_bytes
+        while self._events and self.num_bytes > least:
             self.num_bytes -= len(self._events.popleft())
             self._first += 1
-        self._wake()
 
     def end(self) -> None:
         """No more will come; readers end."""

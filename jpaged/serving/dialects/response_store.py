@@ -1,4 +1,11 @@
-"""Responses that are kept in memory, to be asked for again, for `previous_response_id` and for references to items."""
+"""Responses that are kept in memory, to be asked for again, for `previous_response_id` and for references to items.
+
+    | conversations and answers of those that run | their events | those that have ended, with their events |
+    0                                                                                         `--max-response-bytes`
+
+Those that run in the background hold memory, too (`Holding`). Where there is no room for more of them, the oldest that
+have ended give way, then the oldest events of the run that has the most; in the end the run itself fails.
+"""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -7,11 +14,13 @@ from typing import Any
 import msgspec
 
 from jpaged.serving.dialects.event_record import EventRecord
-from jpaged.serving.errors import ApiError
+from jpaged.serving.errors import ApiError, OverloadedError
+from jpaged.serving.limits import RETRY_AFTER_S
 
 MAX_STORED = 1024
-MAX_STORED_BYTES = 64 << 20
-"""Of conversations that are kept for `previous_response_id`; the oldest give way."""
+DEFAULT_MAX_BYTES = 256 << 20
+_LEAST_SHRUNK = 64 << 10
+"""Events give way for so many bytes at once."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +33,84 @@ class _Kept:
     num_bytes: int
 
 
-class ResponseStore:
-    """The last responses and the conversations behind them, in memory."""
+class Holding:
+    """What a response that runs holds: its conversation, and what has come of its answer.
 
-    def __init__(self) -> None:
+    record: of its events; None without.
+
+    Attributes:
+        num_bytes, num_event_bytes: that the store has counted.
+    """
+
+    def __init__(self, store: "ResponseStore", record: EventRecord | None) -> None:
+        self.record = record
+        self.num_bytes = 0
+        self.num_event_bytes = 0
+        self._store = store
+
+    def grow_to(self, num_bytes: int) -> None:
+        """It holds so much, apart from its events. Raises OverloadedError if there is no room."""
+        self._store.make_room(self, num_bytes)
+
+    def release(self) -> None:
+        """It runs no more."""
+        self._store.release(self)
+
+
+class ResponseStore:
+    """The last responses and the conversations behind them, in memory.
+
+    max_bytes: of all of them, and of those that run.
+    """
+
+    def __init__(self, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
-        self._num_bytes = 0
+        self._num_bytes = 0  # of those
+        self._holdings: set[Holding] = set()
+        self._num_running = 0
+
+    def hold(self, num_bytes: int, record: EventRecord | None) -> Holding:
+        """Room for a response that begins to run. Raises OverloadedError if those that run leave none."""
+        if self._num_running + num_bytes > self._max_bytes:
+            raise self._full()
+        holding = Holding(self, record)
+        self._holdings.add(holding)
+        self.make_room(holding, num_bytes)
+        return holding
+
+    def make_room(self, holding: Holding, num_bytes: int) -> None:
+        """See `Holding.grow_to`."""
+        self._count(holding, num_bytes)
+        self._drop_oldest()
+        while (excess := self._num_running - self._max_bytes) > 0:
+            most = max(self._holdings, key=lambda one: one.num_event_bytes)
+            if most.record is None or not most.num_event_bytes:
+                raise self._full()
+            most.record.drop(max(excess, _LEAST_SHRUNK))
+            self._count(most, most.num_bytes)
+
+    def release(self, holding: Holding) -> None:
+        """See `Holding.release`."""
+        self._holdings.discard(holding)
+        self._num_running -= holding.num_bytes + holding.num_event_bytes
+
+    def _count(self, holding: Holding, num_bytes: int) -> None:
+        num_event_bytes = 0 if holding.record is None else holding.record.num_bytes
+        self._num_running += num_bytes + num_event_bytes - holding.num_bytes - holding.num_event_bytes
+        holding.num_bytes, holding.num_event_bytes = num_bytes, num_event_bytes
+
+    def _full(self) -> OverloadedError:
+        return OverloadedError(
+            f"Responses that run in the background hold {self._num_running} bytes, of at most {self._max_bytes}"
+            " (--max-response-bytes); try again later.",
+            RETRY_AFTER_S,
+        )
+
+    def _drop_oldest(self) -> None:
+        while self._kept and (len(self._kept) > MAX_STORED or self._num_bytes + self._num_running > self._max_bytes):
+            _, oldest = self._kept.popitem(last=False)
+            self._num_bytes -= oldest.num_bytes
 
     def get(self, response_id: str) -> list[dict[str, Any]]:
         """The messages up to a response, and it.
@@ -98,16 +179,15 @@ class ResponseStore:
     ) -> None:
         """Keeps a response, the messages up to it and with it, and its events, unless these are too many."""
         num_bytes = len(msgspec.json.encode([messages, response]))
-        if num_bytes > MAX_STORED_BYTES:
+        room = self._max_bytes - self._num_running
+        if num_bytes > room:
             return
-        if record is not None and num_bytes + record.num_bytes > MAX_STORED_BYTES:
+        if record is not None and num_bytes + record.num_bytes > room:
             record = None
         num_bytes += 0 if record is None else record.num_bytes
         self._kept[response["id"]] = _Kept(messages, response, record, num_bytes)
         self._num_bytes += num_bytes
-        while len(self._kept) > MAX_STORED or self._num_bytes > MAX_STORED_BYTES:
-            _, oldest = self._kept.popitem(last=False)
-            self._num_bytes -= oldest.num_bytes
+        self._drop_oldest()
 
     def _get(self, response_id: str) -> _Kept:
         kept = self._kept.get(response_id)

@@ -7,6 +7,8 @@ queued --> in_progress --> one of these, or cancelled          in the background
 import time
 from typing import Any
 
+import msgspec
+
 from jpaged.api.outputs import CompletionOutput, Logprob, PositionLogprobs
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.serving.answers import AnswerContext
@@ -23,8 +25,11 @@ from jpaged.serving.dialects.responses import (
 from jpaged.serving.dialects.text_logprobs import TextTokens
 from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import ChatCompletionRequest
+from jpaged.serving.token_count import TokenCount
 from jpaged.text.turns.parser import TurnDelta
 
+_LOGPROB_BYTES = 400
+"""Of memory for what is said of a token: a dictionary with its text, its bytes and a number."""
 _FUNCTION: dict[str, Any] = {"description": None, "parameters": None, "strict": None}
 """Fields of a function that answers have even where the request leaves them out."""
 
@@ -49,8 +54,19 @@ class ResponsesAnswer(ItemsAnswer):
         self._sequence_number = 0
         self._is_cancelled = False
         self._completed_at = 0
+        self._num_conversation_bytes = 0
+        self._num_logprobs = 0  # of the tokens of texts, with their alternatives
+        self._reasoning = TokenCount(self._tokenizer)
         self._tokens: TextTokens[dict[str, Any]] = TextTokens()
         self._logprobs: list[dict[str, Any]] = []  # of the tokens of new text
+
+    @property
+    def num_bytes(self) -> int:
+        """Of memory, by and large: its conversation, and what has come of it."""
+        if not self._num_conversation_bytes:
+            self._num_conversation_bytes = len(msgspec.json.encode(self._chat.messages))
+        num_characters = sum(len(item.text) for item in self.items)
+        return self._num_conversation_bytes + num_characters + _LOGPROB_BYTES * self._num_logprobs
 
     def end(self) -> bytes:
         message = self._ended()
@@ -87,6 +103,7 @@ class ResponsesAnswer(ItemsAnswer):
         return super()._take(completion)
 
     def _news(self, delta: TurnDelta) -> bytes:
+        self._reasoning.add(delta.reasoning)
         self._logprobs = self._tokens.taken(delta.places, self._parser.num_read)
         return super()._news(delta)
 
@@ -129,6 +146,7 @@ class ResponsesAnswer(ItemsAnswer):
         if item.kind == "reasoning":
             return self._of("response.reasoning_text.delta", item, delta=text)
         item.logprobs += self._logprobs
+        self._num_logprobs += sum(1 + len(one["top_logprobs"]) for one in self._logprobs)
         return self._of("response.output_text.delta", item, delta=text, logprobs=self._logprobs)
 
     def _end_of(self, item: Item) -> bytes:
@@ -199,7 +217,7 @@ class ResponsesAnswer(ItemsAnswer):
             "input_tokens": self._num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": cached},
             "output_tokens": self._num_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens()},
+            "output_tokens_details": {"reasoning_tokens": min(self._reasoning.num_tokens, self._num_tokens)},
             "total_tokens": self._num_prompt_tokens + self._num_tokens,
         }
         sampling, asked = self._sampling, body.reasoning or {}
@@ -249,11 +267,6 @@ class ResponsesAnswer(ItemsAnswer):
         is_whole, message = self.reason is not None and self.failure is None, self.message()
         self._store.put(self._conversation() if is_whole else None, message, record)
         return message
-
-    def _num_reasoning_tokens(self) -> int:
-        """Tokens of the reasoning's text; those around it count as the answer's."""
-        text = "".join(item.text for item in self.items if item.kind == "reasoning")
-        return len(self._tokenizer.encode(text, add_special_tokens=False)) if text and self._tokenizer else 0
 
     def _conversation(self) -> list[dict[str, Any]]:
         """The messages of the request, but for its instructions, and the answer."""

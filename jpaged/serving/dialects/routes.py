@@ -16,7 +16,6 @@ from jpaged.serving.admission import Admission, client_of
 from jpaged.serving.dialects import messages, responses
 from jpaged.serving.dialects.background import BackgroundResponses, RecordedStream
 from jpaged.serving.dialects.messages import MessagesAnswer, MessagesRequest
-from jpaged.serving.dialects.response_store import ResponseStore
 from jpaged.serving.dialects.responses import ResponsesRequest
 from jpaged.serving.dialects.responses_answer import ResponsesAnswer
 from jpaged.serving.errors import ApiError, api_error
@@ -60,7 +59,7 @@ class _Handlers:
         self._jobs = JobMaker(engine, options, admission)
         self._messages = json_decoder(MessagesRequest)
         self._responses = json_decoder(ResponsesRequest)
-        self._store = ResponseStore()
+        self._store = background.store
 
     async def messages(self, request: Request) -> Response:
         body = await self._decode(request, self._messages)

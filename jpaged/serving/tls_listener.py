@@ -1,0 +1,97 @@
+"""Accepts TLS connections under the limit that plain ones are under: a handshake that has not ended counts as one.
+
+    accept --> too many: closed, since nothing can be said before the handshake
+        `----> handshake, --header-timeout long --> `HttpConnection`, which may still say that there are too many
+
+An event loop's own server tells nobody of a connection before its handshake has ended, and waits a minute for that.
+"""
+
+import asyncio
+import contextlib
+import errno
+import socket
+import ssl
+from collections.abc import Callable
+
+from jpaged.serving.http_connection import HttpConnection
+from jpaged.serving.middleware import access_log
+
+_ACCEPTED_AT_ONCE = 64
+"""Connections; then others have a turn."""
+_RETRY_S = 0.5
+"""After descriptors or memory did not suffice for a connection."""
+_GOODBYE_S = 5.0
+"""For a client to end its half of a connection that we end."""
+_SHORTAGE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class TlsListener:
+    """A server on a socket that listens, as uvicorn wants one. It begins at once.
+
+    make_connection: for each client that is accepted. timeout_s: for its handshake.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        context: ssl.SSLContext,
+        make_connection: Callable[[], HttpConnection],
+        timeout_s: float,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._sock = sock
+        self._context = context
+        self._make_connection = make_connection
+        self._timeout_s = timeout_s
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._retry: asyncio.TimerHandle | None = None
+        sock.setblocking(False)
+        self._loop.add_reader(sock, self._accept)
+
+    def close(self) -> None:
+        """Accepts no more, and ends handshakes that have not ended. The socket itself stays open."""
+        self._loop.remove_reader(self._sock)
+        if self._retry is not None:
+            self._retry.cancel()
+        for task in self._tasks:
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        """Until all handshakes have ended."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                sock, _ = self._sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _SHORTAGE:
+                    raise
+                access_log.warning("cannot accept a connection: %s", error)
+                self._loop.remove_reader(self._sock)
+                self._retry = self._loop.call_later(_RETRY_S, self._loop.add_reader, self._sock, self._accept)
+                return
+            connection = self._make_connection()
+            if connection.has_room_for_handshake():
+                task = self._loop.create_task(self._shake_hands(sock, connection))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            else:
+                sock.close()
+
+    async def _shake_hands(self, sock: socket.socket, connection: HttpConnection) -> None:
+        connection.handshakes.add(connection)
+        try:
+            sock.setblocking(False)
+            with contextlib.suppress(OSError, TimeoutError):  # the client's fault, or it is gone
+                await self._loop.connect_accepted_socket(
+                    lambda: connection,
+                    sock,
+                    ssl=self._context,
+                    ssl_handshake_timeout=self._timeout_s,
+                    ssl_shutdown_timeout=_GOODBYE_S,
+                )
+        finally:
+            connection.handshakes.discard(connection)
