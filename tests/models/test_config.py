@@ -149,6 +149,7 @@ def test_an_unknown_architecture_is_answered_with_the_supported_ones() -> None:
         ("mpt", {"attn_config": {"qk_ln": True}}, "qk_ln"),
         ("mpt", {"no_bias": False}, "no_bias"),
         ("granite4-experts", {"layer_types": None}, "mamba layers alone"),
+        ("bloom", {"pretraining_tp": 4, "slow_but_exact": True}, "slow_but_exact"),
         ("granite4-rope", {"layer_types": ["mamba", "lstm"]}, "layer type 'lstm'"),
         ("granite4-h-micro", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("gemma2", {"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),

@@ -27,7 +27,9 @@ from jpaged.models.families.starcoder2 import Starcoder2Family
 from jpaged.models.registry import About, register
 
 _LLAMA = About(
-    "Llama", "Llama 2, 3; Falcon 3; Yi; SmolLM 2", "RMS norms; gated SiLU; RoPE linear, llama3, yarn, NTK, LongRoPE"
+    "Llama",
+    "Llama 2, 3; Falcon 3; Yi; SmolLM 2",
+    "RMS norms; gated SiLU; RoPE linear, llama3, yarn, NTK, LongRoPE, proportional",
 )
 _MISTRAL = About(
     "Mistral",
