@@ -124,7 +124,7 @@ def models_of_blocks() -> list[TinyModel]:
         "intermediate_size": 40,
         "intermediate_size_mlp": 112,
         "num_local_experts": 8,
-        "attention_chunk_size": MAX_LENGTH,
+        "attention_chunk_size": 16,
         "floor_scale": 16,
         "attn_scale": 0.3,
         "pad_token_id": 0,
@@ -204,7 +204,9 @@ def models_of_blocks() -> list[TinyModel]:
             num_hidden_layers=4,
             interleave_moe_layer_step=2,
             use_qk_norm=False,
-            **llama4 | {"num_local_experts": 16, "num_experts_per_tok": 2, "attention_bias": True},
+            **llama4
+            | {"num_local_experts": 16, "num_experts_per_tok": 2, "attention_bias": True}
+            | {"attention_chunk_size": 48},
         ),
         _of("phi3-window", "phi3", "Phi3ForCausalLM", **phi, **window),
         _of("phi4-mini", "phi3", "Phi3ForCausalLM", **phi4_mini),

@@ -36,6 +36,8 @@ class ModelConfig:
     max_position_embeddings: the usable context in tokens, RoPE scaling included.
     layer_windows: per layer; the tokens a query sees, itself included, or None for all before it. Left out, no layer
         has a window; one that never limits anything is None.
+    chunked_windows: of a window a query sees its own chunk: chunks of so many tokens follow each other from the first
+        token on (Llama 4).
     layer_states: per layer; what a recurrent layer keeps of a sequence instead of its tokens, or None for attention.
         Left out, no layer is recurrent; one at least must not be.
     tie_word_embeddings: the embedding is the head.
@@ -60,6 +62,7 @@ class ModelConfig:
     intermediate_size: int
     max_position_embeddings: int
     layer_windows: tuple[int | None, ...] = ()
+    chunked_windows: bool = False
     layer_states: tuple[LayerState | None, ...] = ()
     value_dim: int | None = None
     tie_word_embeddings: bool

@@ -421,7 +421,7 @@ SPACES: dict[str, Space] = {
         | {
             "attention_bias": FLAG,
             "use_qk_norm": FLAG,
-            "attention_chunk_size": (..., None, 48, 256),
+            "attention_chunk_size": (..., None, 16, 48, 256),
             "no_rope_layer_interval": (..., 2, 3),
             "attn_temperature_tuning": FLAG,
             "attn_scale": (..., 0.5),

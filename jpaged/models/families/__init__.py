@@ -42,8 +42,8 @@ _MINISTRAL3 = About(
 _LLAMA4 = About(
     "Llama 4",
     "Scout, Maverick: the text part",
-    "experts that read weighted inputs, one shared; RoPE or none by layer; temperature by position; the first chunk of"
-    " a context",
+    "experts that read weighted inputs, one shared; RoPE or none by layer; temperature by position; attention within"
+    " chunks",
 )
 _QWEN = About("Qwen", "Qwen2, Qwen2.5, Qwen3", "as Llama; biases or norms of queries and keys; windows; tied head")
 _QWEN_VL = About("Qwen-VL", "Qwen2-VL, Qwen2.5-VL, Qwen3-VL: the text part", "as Qwen")
