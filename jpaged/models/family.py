@@ -102,7 +102,7 @@ class Family(Protocol[Config]):
     config.json's "quantization_config" of which loading makes plain numbers with quantization="none" ("mxfp4"). And
     `passed_over`: from a configuration another regular expression like `derived_tensors`, for layers that are not run.
     And `fused_experts`: an entry that config.json is read with, and what a tensor's name ends with: the entry says
-    whether the checkpoint has such a tensor, where it has tensors.
+    whether the checkpoint has such a tensor, where it has tensors; the entry and "_shape", what shape.
     """
 
     @property

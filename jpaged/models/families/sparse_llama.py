@@ -7,7 +7,7 @@ the names of their checkpoints' tensors.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -17,10 +17,17 @@ from jpaged.models.blocks import Decoder, DecoderConfig, SequentialBlock, decode
 from jpaged.models.collectives import Collectives
 from jpaged.models.config_reader import ConfigReader
 from jpaged.models.experts import Routing, SparseConfig, feed_forward, sigmoid_routing
+from jpaged.models.family import TEXT_PART_NAMES
 from jpaged.models.layers import Attention
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
 from jpaged.models.norms import RMSNorm, RMSNormOfAllHeads
+from jpaged.models.rope import without_image_sections
+
+_FUSED = "experts_in_one_tensor"
+"""As in `qwen_hybrid`: an entry of ours in config.json, whether one tensor has all experts of a layer."""
+_SHAPE = f"{_FUSED}_shape"
+"""The shape of a layer's gate and up then; None for that of published checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +35,16 @@ class SparseLlamaConfig(DecoderConfig, SparseConfig):
     """qk_norm: queries and keys are RMS-normalised head by head before the rotation.
     norms_of_all: all queries of a token are RMS-normalised together, and all keys.
     qkv_bias, output_bias: which products of attention have biases.
+    fused_experts: the axes of the tensor that has gate and up of all experts of a layer, of which the gate's come first
+        (Qwen3-VL): "inputs, outputs" behind the experts, as published, or "outputs, inputs", as transformers saves new
+        models. None: checkpoints have tensors for each expert.
     """
 
     qk_norm: bool = False
     norms_of_all: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
+    fused_experts: Literal["inputs, outputs", "outputs, inputs"] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,15 +112,63 @@ class SparseLlamaFamily:
             if config.dense_layers[i]:
                 yield from pieces.gated_mlp(f"{theirs}.mlp", f"{ours}.mlp", hidden, config.intermediate_size)
             else:
-                yield from pieces.sparse_mlp(f"{theirs}.{self.names.block}", f"{ours}.mlp", config, self.names)
+                yield from self.sparse_mlp(f"{theirs}.{self.names.block}", f"{ours}.mlp", config)
         yield pieces.norm("model.norm", "norm", hidden)
         yield pieces.head("lm_head.weight", "model.embed_tokens.weight", config)
+
+    def sparse_mlp(self, theirs: str, ours: str, config: SparseLlamaConfig) -> Iterator[Piece]:
+        """The tensors of a layer's router and experts."""
+        yield from pieces.sparse_mlp(theirs, ours, config, self.names)
+
+
+class Qwen3MoeFamily(SparseLlamaFamily):
+    """Qwen3-MoE, also as the text part of a Qwen3-VL, whose checkpoints have one tensor for all experts of a layer."""
+
+    other_types = ("qwen3_vl_moe",)
+    aliases = TEXT_PART_NAMES
+    fused_experts = _FUSED, "experts.gate_up_proj"
+
+    def read_config(self, read: ConfigReader) -> SparseLlamaConfig:
+        if "text_config" not in read.config:
+            return self._with_layout(self.reads(read), read.flag(_FUSED, False), read.config.get(_SHAPE))
+        part, fused = read.text_part("Qwen3MoeForCausalLM"), read.flag(_FUSED, True)
+        if part.config.get("model_type") is not None:
+            part.refuse(("model_type", "qwen3_vl_moe_text"))
+        shape = read.config.get(_SHAPE)
+        known = {**part.config, "norm_topk_prob": True, "use_sliding_window": False, _FUSED: fused, _SHAPE: shape}
+        text = ConfigReader(part.architecture, without_image_sections(known), part.max_model_len)
+        text = text.with_defaults(num_experts=text.integer("num_local_experts", 60), num_experts_per_tok=4)
+        text = text.with_defaults(num_key_value_heads=16, moe_intermediate_size=1408)
+        text = text.with_defaults(rope_theta=500000.0, max_position_embeddings=128000)
+        return self._with_layout(self.reads(text), fused, shape)
+
+    def _with_layout(self, config: SparseLlamaConfig, fused: bool, shape: Any) -> SparseLlamaConfig:
+        if not fused:
+            return config
+        turned = shape is not None and list(shape[1:]) == [2 * config.expert_size, config.hidden_size]
+        return replace(config, fused_experts="outputs, inputs" if turned else "inputs, outputs")
+
+    def sparse_mlp(self, theirs: str, ours: str, config: SparseLlamaConfig) -> Iterator[Piece]:
+        if config.fused_experts is None:
+            yield from super().sparse_mlp(theirs, ours, config)
+            return
+        experts, hidden, inner = config.num_experts, config.hidden_size, config.expert_size
+        yield pieces.transposed(f"{theirs}.gate.weight", f"{ours}.router.gate", hidden, experts)
+        gate_up, down = f"{ours}.experts.gate_up", f"{ours}.experts.down"
+        if config.fused_experts == "outputs, inputs":
+            both, split, one = (experts, 2 * inner, hidden), (experts, 2, inner, hidden), (experts, hidden, inner)
+            yield Piece(f"{theirs}.experts.gate_up_proj", both, gate_up, split, (0, 3, 1, 2))
+            yield Piece(f"{theirs}.experts.down_proj", one, down, one, (0, 2, 1))
+        else:
+            both, split = (experts, hidden, 2 * inner), (experts, hidden, 2, inner)
+            yield Piece(f"{theirs}.experts.gate_up_proj", both, gate_up, split, (0, 1, 2, 3))
+            yield pieces.as_is(f"{theirs}.experts.down_proj", down, experts, inner, hidden)
 
 
 def _read_mixtral(read: ConfigReader) -> SparseLlamaConfig:
     """Jiang et al. 2024, arXiv:2401.04088: experts of the full inner width in every layer."""
     read = read.with_defaults(num_key_value_heads=8)
-    fields = _fields(
+    fields = sparse_fields(
         read,
         num_experts=read.integer("num_local_experts", 8),
         routing=Routing(per_token=read.integer("num_experts_per_tok", 2)),
@@ -167,7 +226,7 @@ def _qwen_fields(read: ConfigReader, num_experts: int, *, per_token: int, expert
         per_token=read.integer("num_experts_per_tok", per_token),
         renormalized=read.flag("norm_topk_prob", False),
     )
-    fields = _fields(read, num_experts=num_experts, routing=routing, default_length=32768)
+    fields = sparse_fields(read, num_experts=num_experts, routing=routing, default_length=32768)
     step, dense = read.integer("decoder_sparse_step", 1), read.config.get("mlp_only_layers") or []
     if not isinstance(dense, list | tuple) or not all(type(layer) is int for layer in dense):
         raise CheckpointError(f"config.json: mlp_only_layers must list layers by number, got {shown(dense)}.")
@@ -183,7 +242,7 @@ def _read_dots1(read: ConfigReader) -> SparseLlamaConfig:
     read = read.with_defaults(num_key_value_heads=32)
     routing = sigmoid_routing(read)
     num_experts = read.integer("n_routed_experts")
-    fields = _fields(read, num_experts=num_experts, routing=routing, default_length=2048)
+    fields = sparse_fields(read, num_experts=num_experts, routing=routing, default_length=2048)
     num_layers, expert_size = fields["num_layers"], read.integer("moe_intermediate_size", 1408)
     bias = read.flag("attention_bias", False)
     window, first = read.optional_positive("sliding_window", 4096), read.number("max_window_layers", 62)
@@ -206,7 +265,7 @@ def _read_glm4_moe(read: ConfigReader) -> SparseLlamaConfig:
     read = read.with_defaults(num_key_value_heads=8)
     routing = sigmoid_routing(read, per_token=8, renormalized=True)
     num_experts = read.integer("n_routed_experts", 128)
-    fields = _fields(
+    fields = sparse_fields(
         read,
         num_experts=num_experts,
         routing=routing,
@@ -231,7 +290,7 @@ def _read_olmoe(read: ConfigReader) -> SparseLlamaConfig:
     routing = Routing(per_token=read.integer("num_experts_per_tok", 8), renormalized=read.flag("norm_topk_prob", False))
     num_experts = read.integer("num_experts", read.integer("num_local_experts", 64))
     read = read.with_entries(intermediate_size=read.integer("intermediate_size", 2048))
-    fields = _fields(read, num_experts=num_experts, routing=routing, default_length=4096, default_eps=1e-5)
+    fields = sparse_fields(read, num_experts=num_experts, routing=routing, default_length=4096, default_eps=1e-5)
     bias = read.flag("attention_bias", False)
     return SparseLlamaConfig(
         **fields,
@@ -253,7 +312,7 @@ def _read_minimax_m2(read: ConfigReader) -> SparseLlamaConfig:
     num_experts = read.integer("num_local_experts", read.integer("num_experts", 256))
     routing = Routing(per_token=read.integer("num_experts_per_tok", 8), score="sigmoid", biased=True)
     sizes: dict[str, Any] = {"default_length": 196608, "default_theta": 5e6, "rotated_fraction": 1.0}
-    fields = _fields(read, num_experts=num_experts, routing=routing, **sizes)
+    fields = sparse_fields(read, num_experts=num_experts, routing=routing, **sizes)
     return SparseLlamaConfig(
         **fields,
         expert_size=fields["intermediate_size"],
@@ -262,7 +321,7 @@ def _read_minimax_m2(read: ConfigReader) -> SparseLlamaConfig:
     )
 
 
-def _fields(
+def sparse_fields(
     read: ConfigReader,
     *,
     num_experts: int,
@@ -271,16 +330,18 @@ def _fields(
     default_theta: float = 10000.0,
     default_eps: float = 1e-6,
     rotated_fraction: float | None = None,
+    interleaved: bool = False,
 ) -> dict[str, Any]:
     """What the families spell alike of a `SparseLlamaConfig`.
 
-    default_length: as of `decoder_fields`. default_theta, rotated_fraction: `theta` and that of `parse_rope`.
+    default_length: as of `decoder_fields`. default_theta, rotated_fraction, interleaved: `theta` and those of
+        `parse_rope`.
 
     Raises:
         CheckpointError: a token is to have more experts than there are, or groups are not equal ones.
     """
     routing.check(num_experts)
-    rope = {"theta": default_theta, "rotated_fraction": rotated_fraction}
+    rope = {"theta": default_theta, "rotated_fraction": rotated_fraction, "interleaved": interleaved}
     head_dim = read.integer("hidden_size") // read.integer("num_attention_heads")
     sizes: dict[str, Any] = {"default_length": default_length, "head_dim": head_dim, "default_eps": default_eps}
     fields = decoder_fields(read, **sizes, rope=rope)
@@ -293,7 +354,7 @@ _MIXTRAL_NAMES = pieces.ExpertNames(
 MIXTRAL = SparseLlamaFamily("mixtral", _read_mixtral, _MIXTRAL_NAMES)
 MINIMAX_M2 = SparseLlamaFamily("minimax_m2", _read_minimax_m2, _MIXTRAL_NAMES)
 OLMOE = SparseLlamaFamily("olmoe", _read_olmoe)
-QWEN3_MOE = SparseLlamaFamily("qwen3_moe", _read_qwen3_moe)
+QWEN3_MOE = Qwen3MoeFamily("qwen3_moe", _read_qwen3_moe, derived_tensors=r"rotary_emb\.inv_freq$|^(model\.)?visual\.")
 QWEN2_MOE = SparseLlamaFamily("qwen2_moe", _read_qwen2_moe, pieces.ExpertNames(shared="shared_expert"))
 DOTS1 = SparseLlamaFamily("dots1", _read_dots1)
 GLM4_MOE = SparseLlamaFamily(
