@@ -39,6 +39,8 @@ def plain_route(logits: np.ndarray, routing: Routing, correction: np.ndarray | N
             Routing(per_token=2, renormalized=False),
             Routing(per_token=4, score="sigmoid", biased=True, groups=4, kept_groups=2, factor=2.5),
             Routing(per_token=1, score="sigmoid", renormalized=False),
+            Routing(per_token=3, biased=True),
+            Routing(per_token=3, biased=True, renormalized=False),
         ]
     ),
     seed=st.integers(0, 2**31),

@@ -336,6 +336,19 @@ def names(**renamed: str) -> Callable[[random.Random, Config], None]:
     return add
 
 
+def _alpha(chance: random.Random, config: Config) -> None:
+    """Hunyuan's RoPE, at times."""
+    if chance.random() < 0.4:
+        for name in ("rope_scaling", "rope_parameters"):
+            config.pop(name, None)
+        config["rope_scaling"] = {"type": "dynamic", "alpha": chance.choice((2.0, 1000.0)), "factor": 1.0}
+
+
+def _of_each_layer(chance: random.Random, config: Config) -> None:
+    if chance.random() < 0.5:
+        config["moe_topk"] = [config["moe_topk"]] * config["num_hidden_layers"]
+
+
 def _alibi_or_rope(chance: random.Random, config: Config) -> None:
     if not config.get("alibi"):
         rotation()(chance, config)
@@ -460,6 +473,30 @@ SPACES: dict[str, Space] = {
     ),
     "ernie4_5": Space(
         *("Ernie4_5ForCausalLM", "ernie4_5", _QWEN | {"use_bias": FLAG}), (sizes(dim="always"), rotation())
+    ),
+    "ernie4_5_moe": Space(
+        "Ernie4_5_MoeForCausalLM",
+        "ernie4_5_moe",
+        _QWEN
+        | {
+            "use_bias": (..., False, False, True),
+            "moe_num_shared_experts": (..., 0, 1, 2),
+            "moe_layer_start_index": (..., 0, 1, 2),
+            "moe_layer_end_index": (..., -1, 1, 3),
+            "moe_layer_interval": (..., 1, 2),
+        },
+        (
+            *(sizes(), rotation()),
+            experts(total=("moe_num_experts",), top=("moe_k",), size=("moe_intermediate_size",)),
+        ),
+    ),
+    "hunyuan": Space(
+        *("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", _QWEN | {"attention_bias": FLAG, "pad_token_id": (0,)}),
+        (sizes(dim="always"), rotation(), _alpha),
+    ),
+    "hunyuan_moe": Space(
+        *("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", _QWEN | {"attention_bias": FLAG, "pad_token_id": (0,)}),
+        (sizes(dim="always"), rotation(), _alpha, experts(total=("num_experts",), top=("moe_topk",)), _of_each_layer),
     ),
     "gemma": Space(
         "GemmaForCausalLM",
