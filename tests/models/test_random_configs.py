@@ -41,6 +41,12 @@ FOUND: dict[str, dict[str, Any]] = {
         | {"original_max_position_embeddings": 16},
     },
     "another name of SiLU": {"model_type": "llama", "hidden_act": "swish"},
+    "Mistral's windows by layer types": {
+        "model_type": "mistral",
+        "head_dim": 16,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "Gemma 2's exact GELU": {"model_type": "gemma2", "head_dim": 16, "hidden_activation": "gelu"},
     "Gemma 3's soft cap of attention": {"model_type": "gemma3_text", "head_dim": 16, "attn_logit_softcapping": 2.0},
     "OLMo 3's theta of full layers alone": {
