@@ -117,6 +117,12 @@ def models_of_blocks() -> list[TinyModel]:
         "pad_token_id": 0,
         **window,
     }
+    hunyuan = {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1},
+        "pad_token_id": 0,
+    }
     llama4 = {
         "model_type": "llama4_text",
         "num_key_value_heads": 2,
@@ -124,7 +130,7 @@ def models_of_blocks() -> list[TinyModel]:
         "intermediate_size": 40,
         "intermediate_size_mlp": 112,
         "num_local_experts": 8,
-        "attention_chunk_size": MAX_LENGTH,
+        "attention_chunk_size": 16,
         "floor_scale": 16,
         "attn_scale": 0.3,
         "pad_token_id": 0,
@@ -204,7 +210,9 @@ def models_of_blocks() -> list[TinyModel]:
             num_hidden_layers=4,
             interleave_moe_layer_step=2,
             use_qk_norm=False,
-            **llama4 | {"num_local_experts": 16, "num_experts_per_tok": 2, "attention_bias": True},
+            **llama4
+            | {"num_local_experts": 16, "num_experts_per_tok": 2, "attention_bias": True}
+            | {"attention_chunk_size": 48},
         ),
         _of("phi3-window", "phi3", "Phi3ForCausalLM", **phi, **window),
         _of("phi4-mini", "phi3", "Phi3ForCausalLM", **phi4_mini),
@@ -380,6 +388,34 @@ def models_of_blocks() -> list[TinyModel]:
         ),
         sparse("glm4.5-air-style", "Glm4Moe", **glm45, routed_scaling_factor=1.0),
         sparse("glm4.5-style", "Glm4Moe", **glm45, use_qk_norm=True, routed_scaling_factor=2.5),
+        replace(
+            sparse(
+                "ernie4.5-moe",
+                "Ernie4_5_Moe",
+                model_type="ernie4_5_moe",
+                moe_num_experts=8,
+                moe_k=3,
+                moe_num_shared_experts=2,
+                moe_layer_start_index=1,
+                moe_layer_end_index=-1,
+                rope_theta=500000.0,
+                tie_word_embeddings=True,
+                pad_token_id=0,
+            ),
+            family="ernie_moe",
+        ),
+        _of(
+            "hunyuan-7b-style",
+            "hunyuan",
+            "HunYuanDenseV1ForCausalLM",
+            **hunyuan | {"model_type": "hunyuan_v1_dense", "tie_word_embeddings": True},
+        ),
+        _of(
+            "hunyuan-a13b-style",
+            "hunyuan",
+            "HunYuanMoEV1ForCausalLM",
+            **hunyuan | {"model_type": "hunyuan_v1_moe", "num_experts": 8, "moe_topk": [3, 3], "intermediate_size": 48},
+        ),
         _of("gpt-oss-20b-style", "gpt_oss", "GptOssForCausalLM", num_local_experts=8, swiglu_limit=7.0, **gpt_oss),
         _of(
             "gpt-oss-120b-style",

@@ -50,6 +50,7 @@ from jpaged.models.mamba import Mamba2, mamba_pieces
 from jpaged.models.mamba_config import PLAIN_MAMBA, MambaOptions, read_mamba_layers
 from jpaged.models.model import Model, Weights, build, resolve_dtype
 from jpaged.models.norms import (
+    HeadNorms,
     LayerNorm,
     LayerNormOfHeads,
     Norm,
@@ -64,6 +65,7 @@ from jpaged.models.recurrence import Recurrence
 from jpaged.models.registry import About, described_architectures, register, supported_architectures
 from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin_stream
 from jpaged.models.rope import Rope, parse_rope, window_rope, without_image_sections, yarn_temperature
+from jpaged.models.sparse_llama import SparseLlamaConfig, SparseLlamaFamily, sparse_fields
 from jpaged.models.states import DeltaState, LayerState, MambaState
 from jpaged.models.temperature import Temperature
 
@@ -90,6 +92,7 @@ __all__ = [
     "Family",
     "GatedDeltaNet",
     "GatedMLP",
+    "HeadNorms",
     "Kernels",
     "LatentAttention",
     "LatentConfig",
@@ -116,6 +119,8 @@ __all__ = [
     "Scales",
     "SequentialBlock",
     "SparseConfig",
+    "SparseLlamaConfig",
+    "SparseLlamaFamily",
     "SparseMLP",
     "Stream",
     "Temperature",
@@ -145,6 +150,7 @@ __all__ = [
     "run_layers",
     "save_pretrained",
     "sigmoid_routing",
+    "sparse_fields",
     "supported_architectures",
     "window_rope",
     "without_image_sections",

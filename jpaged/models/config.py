@@ -1,6 +1,6 @@
 """What engine and executor need to know of any model, and how it is read from a Hugging Face config.json."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from math import inf, lcm
@@ -36,6 +36,8 @@ class ModelConfig:
     max_position_embeddings: the usable context in tokens, RoPE scaling included.
     layer_windows: per layer; the tokens a query sees, itself included, or None for all before it. Left out, no layer
         has a window; one that never limits anything is None.
+    chunked_windows: of a window a query sees its own chunk: chunks of so many tokens follow each other from the first
+        token on (Llama 4).
     layer_states: per layer; what a recurrent layer keeps of a sequence instead of its tokens, or None for attention.
         Left out, no layer is recurrent; one at least must not be.
     tie_word_embeddings: the embedding is the head.
@@ -60,6 +62,7 @@ class ModelConfig:
     intermediate_size: int
     max_position_embeddings: int
     layer_windows: tuple[int | None, ...] = ()
+    chunked_windows: bool = False
     layer_states: tuple[LayerState | None, ...] = ()
     value_dim: int | None = None
     tie_word_embeddings: bool
@@ -164,8 +167,11 @@ class ModelConfig:
             if isinstance(apart, dict) and apart.get("quant_algo"):  # else of keys and values alone
                 config["quantization_config"] = {"quant_method": "modelopt"} | apart
         entry, tensor = getattr(family_of(architecture_of(config)), "fused_experts", ("", ""))
-        if entry and (names := list(_names(path))):
-            config[entry] = any(name.endswith(tensor) for name in names)
+        if entry and (stored := _files_of_tensors(path)):
+            fused = next((name for name in stored if name.endswith(tensor)), None)
+            config[entry] = fused is not None
+            if fused is not None and (file := path / stored[fused]).is_file():
+                config[f"{entry}_shape"] = [*read_header(file)[fused].shape]
         return ModelConfig.from_dict(config, max_model_len, quantization)
 
     def saved_as(self, dtype: str) -> dict[str, Any]:
@@ -259,13 +265,13 @@ def _restore(architecture: str, module: str, name: str, values: dict[str, Any]) 
     return config
 
 
-def _names(directory: Path) -> Iterable[str]:
-    """Of the tensors of a checkpoint."""
+def _files_of_tensors(directory: Path) -> dict[str, str]:
+    """The names of a checkpoint's tensors, and of their files."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        names = read_json(index).get("weight_map")
-        return names if isinstance(names, dict) else ()
-    return (name for path in sorted(directory.glob("*.safetensors")) for name in read_header(path))
+        files = read_json(index).get("weight_map")
+        return files if isinstance(files, dict) else {}
+    return {name: path.name for path in sorted(directory.glob("*.safetensors")) for name in read_header(path)}
 
 
 def _stored_dtype(directory: Path) -> str | None:

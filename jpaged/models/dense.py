@@ -15,6 +15,7 @@ def dense_causal_attend(
     norm_eps: float = 1e-6,
     scale: float,
     sliding_window: int | None = None,
+    chunked: bool = False,
     logit_softcap: float | None = None,
     alibi_slopes: jax.Array | None = None,
     sinks: jax.Array | None = None,
@@ -27,7 +28,8 @@ def dense_causal_attend(
     Memory grows with T squared.
 
     qkv, rotation, norms, norm_eps: as in `pallas_kernels.split_qkv`; with value_dim as in `split_latents`.
-    sliding_window: a token sees this many tokens, itself included.
+    sliding_window: a token sees this many tokens, itself included. chunked: those of them that are of its own chunk of
+        so many, counted from its sequence's first.
     alibi_slopes: float32 [heads]; the score loses slope times distance.
     sinks: float [heads]; logits without values, which join the softmax of every token.
     segment_ids: int32 [T]; for several sequences in one row of tokens, each sees only its own. Bind it with
@@ -53,6 +55,9 @@ def dense_causal_attend(
     seen = distance >= 0
     if sliding_window is not None:
         seen &= distance < sliding_window
+        if chunked:
+            numbers = _positions(tokens, segment_ids) // sliding_window
+            seen &= numbers[:, None] == numbers[None, :]
     if segment_ids is not None:
         seen &= segment_ids[:, None] == segment_ids[None, :]
     # Every token sees itself, so no row of the softmax is empty.
@@ -65,3 +70,12 @@ def dense_causal_attend(
         weights = jax.nn.softmax(scores, axis=-1)[..., :-1]
     out = jnp.einsum("kgqs,skd->qkgd", weights.astype(v.dtype), v, precision=precision)
     return out.reshape(tokens, heads, -1)
+
+
+def _positions(tokens: int, segment_ids: jax.Array | None) -> jax.Array:
+    """int32 [T]: the place of each token in its sequence."""
+    index = jnp.arange(tokens, dtype=jnp.int32)
+    if segment_ids is None:
+        return index
+    begins = jnp.concatenate([jnp.ones((1,), bool), segment_ids[1:] != segment_ids[:-1]])
+    return index - jax.lax.cummax(jnp.where(begins, index, 0))

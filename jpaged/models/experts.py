@@ -331,8 +331,8 @@ def mix(
 ) -> jax.Array:
     """The experts' MLPs as grouped products; the other arguments are those of `GroupedExperts`.
 
-    products: with gate_up and with down, of num_experts each. biases: of both; None with weighted_inputs.
-    weighted_inputs: as in `SparseConfig`.
+    products: with gate_up and with down, of num_experts each. biases: of both.
+    weighted_inputs: as in `SparseConfig`; biases stay as they are.
     """
     (tokens, each), (gate_up, down) = experts.shape, products
     x = x.astype(down.promoted(gate_up.promoted(x.dtype)))
@@ -366,8 +366,8 @@ def mix(
     here = (experts >= 0) & (experts < num_experts)
     found = products_of_rows.astype(jnp.float32)
     if biases is not None:
-        of_row = biases[1][jnp.clip(experts, 0, num_experts - 1)]
-        found = found + weights[..., None] * of_row.astype(jnp.float32)
+        of_row = biases[1][jnp.clip(experts, 0, num_experts - 1)].astype(jnp.float32)
+        found = found + (of_row if weighted_inputs else weights[..., None] * of_row)
     return jnp.sum(jnp.where(here[..., None], found, 0.0), axis=1).astype(x.dtype)
 
 

@@ -40,6 +40,8 @@ class Attend(Protocol):
         are still to be multiplied.
     scale: multiplies the product of query and key.
     sliding_window: tokens that a query sees, itself included; None for all before it.
+    chunked: of these it sees its own chunk: chunks of sliding_window tokens follow each other from a sequence's first
+        on. The caller gives it only where a layer has such chunks.
     sinks: [heads], logits without values that join each softmax; the caller gives them only where a layer has some.
     value_dim: qkv has no values, [T, kv_heads, group + 1, head_dim]: they are the first so many columns of the keys, of
         which the cache keeps nothing else (`pallas_kernels.split_latents`). Given only where `ModelConfig.value_dim`
@@ -59,6 +61,7 @@ class Attend(Protocol):
         norm_eps: float,
         scale: float,
         sliding_window: int | None = None,
+        chunked: bool = False,
         logit_softcap: float | None = None,
         alibi_slopes: jax.Array | None = None,
         sinks: jax.Array | None = None,
@@ -99,7 +102,7 @@ class Family(Protocol[Config]):
     config.json's "quantization_config" of which loading makes plain numbers with quantization="none" ("mxfp4"). And
     `passed_over`: from a configuration another regular expression like `derived_tensors`, for layers that are not run.
     And `fused_experts`: an entry that config.json is read with, and what a tensor's name ends with: the entry says
-    whether the checkpoint has such a tensor, where it has tensors.
+    whether the checkpoint has such a tensor, where it has tensors; the entry and "_shape", what shape.
     """
 
     @property

@@ -88,6 +88,7 @@ class Attention(Reader):
         self.collectives = collectives
         self.scale = dim**-0.5 if scale is None else scale
         self.sliding_window = config.layer_windows[layer]
+        self.chunked = config.chunked_windows and self.sliding_window is not None
         by_head = (config.num_kv_heads, config.group_size + 2, dim)
         self.qkv = Linear((hidden,), by_head, hidden**-0.5, dtype, rngs, shard_axis=1, bias=qkv_bias, kv_heads=True)
         # As many as query heads, which are split over shards as they stand.
@@ -121,7 +122,9 @@ class Attention(Reader):
             qkv, scales, eps = self._projected(x, attend, norms, backend)
         else:
             qkv, scales, eps = _tempered(self._normed(x, norms, backend), temperature), None, 0.0
-        sinks: dict[str, Any] = {} if self.sinks is None else {"sinks": self.sinks[...]}
+        rare: dict[str, Any] = {} if self.sinks is None else {"sinks": self.sinks[...]}
+        if self.chunked:
+            rare["chunked"] = True
         y = attend(
             qkv,
             rotation=rotation,
@@ -131,7 +134,7 @@ class Attention(Reader):
             sliding_window=self.sliding_window,
             logit_softcap=self.logit_softcap,
             alibi_slopes=self._own_slopes(),
-            **sinks,
+            **rare,
         )
         if self.gate is not None:
             y = y * jax.nn.sigmoid(self.gate(x, backend=backend))

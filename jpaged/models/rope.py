@@ -122,19 +122,18 @@ def parse_rope(
             f"config.json: RoPE of type {shown(found)} is not supported; supported types: {', '.join(_STRETCHES)}."
         )
     stated = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor")
-    rotated = head_dim
-    if rotated_fraction is None:
-        if (stated or 1.0) != 1.0:
+    fraction, rotated = _fraction(stated or rotated_fraction or 1.0), head_dim
+    if kind != "proportional" and fraction != 1.0:
+        if rotated_fraction is None:
             raise UnsupportedModelError(f"config.json: partial_rotary_factor {shown(stated)} is not supported, only 1.")
-    else:
-        rotated = _rotated_columns(stated or rotated_fraction, head_dim)
+        rotated = _rotated_columns(fraction, head_dim, kind)
 
-    read = _Parameters(kind, parameters, config, rotated, max_position_embeddings, theta, max_model_len)
+    read = _Parameters(kind, parameters, config, rotated, max_position_embeddings, theta, max_model_len, fraction)
     stretched = _STRETCHES[kind](read)
     if not np.isfinite(stretched.frequencies).all():
         raise CheckpointError(f"config.json: the RoPE parameters {shown(read.values)} overflow float32.")
     frequencies = tuple(float(f) for f in stretched.frequencies)
-    unrotated = (head_dim - rotated) // 2
+    unrotated = head_dim // 2 - len(frequencies)
     rope = Rope(kind, read.theta, frequencies, float(stretched.attention_scale), unrotated, interleaved)
     return rope, min(stretched.length, _LONGEST_CONTEXT)
 
@@ -163,15 +162,21 @@ def window_rope(config: Mapping[str, Any], head_dim: int, theta: float) -> Rope:
     return parse_rope(described, head_dim, _LONGEST_CONTEXT, layers="sliding_attention", theta=theta)[0]
 
 
-def _rotated_columns(fraction: Any, head_dim: int) -> int:
-    """How many columns of a head are rotated."""
-    if not is_number(fraction) or not 0 < fraction <= 1:
-        raise CheckpointError(f"config.json: partial_rotary_factor must be a number in (0, 1], got {shown(fraction)}.")
+def _fraction(said: Any) -> float:
+    """partial_rotary_factor."""
+    if not is_number(said) or not 0 < said <= 1:
+        raise CheckpointError(f"config.json: partial_rotary_factor must be a number in (0, 1], got {shown(said)}.")
+    return float(said)
+
+
+def _rotated_columns(fraction: float, head_dim: int, kind: str) -> int:
+    """How many columns of a head are rotated. Of an odd number the last one's pair is rotated, too, as in transformers,
+    and frequencies are made from the odd number."""
     rotated = int(head_dim * fraction)
-    if rotated % 2 or not rotated:
+    if not rotated or (rotated % 2 and kind not in _OF_ODD_COLUMNS):
         raise CheckpointError(
-            f"config.json: partial_rotary_factor {fraction} of heads of {head_dim} rotates {rotated} columns; RoPE"
-            " needs an even number from 2 up."
+            f"config.json: partial_rotary_factor {fraction} of heads of {head_dim} rotates {rotated} columns; RoPE of"
+            f" type {kind!r} needs {'one at least' if kind in _OF_ODD_COLUMNS else 'an even number from 2 up'}."
         )
     return rotated
 
@@ -179,7 +184,7 @@ def _rotated_columns(fraction: Any, head_dim: int) -> int:
 class _Parameters:
     """What config.json says of a RoPE.
 
-    head_dim: columns of a head that are rotated.
+    head_dim: columns of a head that are rotated. fraction: of a head's columns, as config.json or the family says.
     theta: see `Rope`. length: of the context, tokens. original_length: of the context before it was stretched.
     max_model_len: the length to build for; None for the original one.
     """
@@ -193,9 +198,10 @@ class _Parameters:
         length: int,
         theta: float,
         max_model_len: int | None,
+        fraction: float,
     ) -> None:
         self.kind = kind
-        self.head_dim = head_dim
+        self.head_dim, self.fraction = head_dim, fraction
         self.length = length
         self.max_model_len = max_model_len
         # The entry at the top, where there is one, wins in transformers too.
@@ -246,6 +252,14 @@ def _linear(p: _Parameters) -> _Stretched:
     """Position interpolation (Chen et al. 2023, arXiv:2306.15595): positions are divided by the factor."""
     factor = p.number("factor")
     return _Stretched(_plain_frequencies(p) / np.float32(factor), int(p.length * factor))
+
+
+def _proportional(p: _Parameters) -> _Stretched:
+    """The first pairs of a whole head turn as those of a head that is rotated whole, the others not at all
+    (`_compute_proportional_rope_parameters` in transformers)."""
+    frequencies = _plain_frequencies(p) / np.float32(p.number("factor", 1.0))
+    turning = np.arange(frequencies.size) < int(p.fraction * p.head_dim // 2)
+    return _Stretched(np.where(turning, frequencies, np.float32(0)), p.length)
 
 
 def _llama3(p: _Parameters) -> _Stretched:
@@ -352,8 +366,12 @@ _STRETCHES: dict[str, Callable[[_Parameters], _Stretched]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,
+    "proportional": _proportional,
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
     "su": _longrope,  # its name in the first Phi-3 checkpoints
 }
+
+_OF_ODD_COLUMNS = ("default", "linear", "llama3")
+"""Kinds that are defined for an odd number of rotated columns."""

@@ -149,6 +149,7 @@ def test_an_unknown_architecture_is_answered_with_the_supported_ones() -> None:
         ("mpt", {"attn_config": {"qk_ln": True}}, "qk_ln"),
         ("mpt", {"no_bias": False}, "no_bias"),
         ("granite4-experts", {"layer_types": None}, "mamba layers alone"),
+        ("bloom", {"pretraining_tp": 4, "slow_but_exact": True}, "slow_but_exact"),
         ("granite4-rope", {"layer_types": ["mamba", "lstm"]}, "layer type 'lstm'"),
         ("granite4-h-micro", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("gemma2", {"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
@@ -292,14 +293,15 @@ def test_gpt_oss_without_a_rope_has_that_of_the_published_models() -> None:
     assert ModelConfig.from_dict(rounded).ropes != ModelConfig.from_dict(config).ropes
 
 
-def test_llama_4_serves_the_first_chunk_of_a_context_or_all_where_no_layer_has_chunks() -> None:
+def test_layers_of_llama_4_that_rotate_have_chunks_unless_config_json_says_otherwise() -> None:
     config = tiny_model("llama4-scout-style").config | {"max_position_embeddings": 4096}
-    assert ModelConfig.from_dict(config).max_position_embeddings == MAX_LENGTH
-    assert ModelConfig.from_dict(config, MAX_LENGTH).max_position_embeddings == MAX_LENGTH
-    with pytest.raises(UnsupportedModelError, match=rf"max_model_len={MAX_LENGTH + 1} .*attention_chunk_size=256 "):
-        ModelConfig.from_dict(config, MAX_LENGTH + 1)
+    found = ModelConfig.from_dict(config, 4096)
+    assert (found.layer_windows, found.chunked_windows) == ((16, None), True)
+    assert found.max_position_embeddings == 4096
+    of_other_layers = {"layer_types": ["full_attention", "chunked_attention"]}
+    assert ModelConfig.from_dict(config | of_other_layers).layer_windows == (None, 16)
     for whole in ({"attention_chunk_size": None}, {"layer_types": ["full_attention"] * 2}, {"no_rope_layers": [0, 0]}):
-        assert ModelConfig.from_dict(config | whole, 4096).max_position_embeddings == 4096
+        assert ModelConfig.from_dict(config | whole).layer_windows == (None, None)
 
 
 def test_the_temperature_of_llama_4_is_switched_by_a_number_too_as_in_the_first_files() -> None:

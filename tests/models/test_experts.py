@@ -39,6 +39,8 @@ def plain_route(logits: np.ndarray, routing: Routing, correction: np.ndarray | N
             Routing(per_token=2, renormalized=False),
             Routing(per_token=4, score="sigmoid", biased=True, groups=4, kept_groups=2, factor=2.5),
             Routing(per_token=1, score="sigmoid", renormalized=False),
+            Routing(per_token=3, biased=True),
+            Routing(per_token=3, biased=True, renormalized=False),
         ]
     ),
     seed=st.integers(0, 2**31),
@@ -170,19 +172,23 @@ def test_rows_that_come_sorted_give_what_rows_sorted_here_give(activation: Clamp
 
 
 @pytest.mark.parametrize("tokens", [2, 7])  # rows unsorted, and sorted by expert
-def test_weights_of_inputs_multiply_what_an_expert_reads(tokens: int) -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_weights_of_inputs_multiply_what_an_expert_reads_and_no_bias(tokens: int, biased: bool) -> None:
     x, gate_up, down = draw(1, tokens, 12, 24, 16)
     rng = np.random.default_rng(2)
     logits, routing = rng.standard_normal((tokens, 14)).astype(np.float32), Routing(per_token=3, score="sigmoid")
     experts, weights, rows = route_tokens(logits, routing, first=jnp.int32(1), held=12, backend="xla")
     own = np.asarray(experts) - 1  # -1 and 12 are on other devices
+    biases = rng.standard_normal((12, 2, 16)).astype(np.float32), rng.standard_normal((12, 24)).astype(np.float32)
+    of_both, of_down = biases if biased else (np.zeros_like(biases[0]), np.zeros_like(biases[1]))
     wanted = np.zeros((tokens, 24))
     for token, choice in np.ndindex(own.shape):
         if 0 <= (expert := own[token, choice]) < 12:
             read = x[token].astype(np.float64) * np.float64(weights[token, choice])
-            gate, up = (read @ gate_up[expert, :, half] for half in range(2))
-            wanted[token] += (gate / (1 + np.exp(-gate)) * up) @ down[expert]
+            gate, up = (read @ gate_up[expert, :, half] + of_both[expert, half] for half in range(2))
+            wanted[token] += (gate / (1 + np.exp(-gate)) * up) @ down[expert] + of_down[expert]
     options: dict[str, Any] = {"activation": "silu", "backend": "xla", "weighted_inputs": True}
+    options["biases"] = biases if biased else None
     for sorted_rows in (None, rows):
         found = mixed(x, gate_up, down, experts - 1, weights, rows=sorted_rows, **options)
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-3)

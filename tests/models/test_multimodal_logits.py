@@ -10,6 +10,7 @@ import pytest
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 
 torch = pytest.importorskip("torch")
+safetensors = pytest.importorskip("safetensors.torch")
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.transformers
 
@@ -32,14 +33,18 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         *("qwen3-tied-d64", "qwen3_vl", QWEN | {"deepstack_visual_indexes": [0]}),
         {"rope_scaling": INTERLEAVED},
     ),
+    "Qwen3VLMoe": (
+        *("qwen3-moe", "qwen3_vl_moe", QWEN | {"deepstack_visual_indexes": [0]}),
+        {"rope_scaling": INTERLEAVED | {"mrope_section": [4, 2, 2]}},
+    ),
     "Qwen3_5": ("qwen3.5", "qwen3_5", QWEN, {"model_type": "qwen3_5_text"}),
     "Qwen3_5Moe": ("qwen3.5-moe", "qwen3_5_moe", QWEN, {"model_type": "qwen3_5_moe_text"}),
 }
 """The model of text, "model_type", the vision tower, and what else config.json says of the text."""
 
 
-def logits_of(whole: dict[str, Any], directory: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Ours of what transformers saves of the model, with its config.json, and theirs."""
+def logits_of(whole: dict[str, Any], directory: Path, seed: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Ours of what transformers saves of the model, with its config.json, and theirs. seed: of the tokens."""
     (directory / "config.json").write_text(json.dumps(whole))
     config = transformers.AutoConfig.from_pretrained(directory)
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
@@ -51,7 +56,7 @@ def logits_of(whole: dict[str, Any], directory: Path) -> tuple[np.ndarray, np.nd
     model.save_pretrained(directory)
     if "text_config" not in whole:
         (directory / "config.json").write_text(json.dumps(whole))
-    tokens = np.random.default_rng().integers(3, VOCAB_SIZE, 30)
+    tokens = np.random.default_rng(seed).integers(3, VOCAB_SIZE, 30)
     with torch.no_grad():
         theirs = np.asarray(model(input_ids=torch.tensor(tokens[None])).logits[0])
     return our_logits(*our_model(directory, None), tokens), theirs
@@ -79,4 +84,21 @@ def test_a_qwen_vl_whose_config_is_flat_is_read_as_well(tmp_path: Path) -> None:
     text, model_type, vision, more = CASES["Qwen2_5_VL"]
     named = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": model_type}
     ours, theirs = logits_of(tiny_model(text).config | more | named | {"vision_config": vision}, tmp_path)
+    assert np.abs(ours - theirs).max() < 1e-4 * max(1.0, np.abs(theirs).max())
+
+
+def test_published_experts_of_qwen3_vl_are_read_whose_inputs_come_first(tmp_path: Path) -> None:
+    """What transformers saves of a new model has them the other way round; either way it reads both."""
+    text, model_type, vision, more = CASES["Qwen3VLMoe"]
+    part = tiny_model(text).config | more | {"model_type": "qwen3_vl_moe_text"}
+    whole = {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": model_type, "text_config": part}
+    whole |= {"vision_config": vision, "tie_word_embeddings": part["tie_word_embeddings"]}
+    _, theirs = logits_of(whole, tmp_path, seed=4)
+    (file,) = tmp_path.glob("*.safetensors")
+    tensors = safetensors.load_file(file)
+    experts = [name for name in tensors if ".mlp.experts." in name]
+    assert experts
+    safetensors.save_file(tensors | {name: tensors[name].transpose(1, 2).contiguous() for name in experts}, file)
+    tokens = np.random.default_rng(4).integers(3, VOCAB_SIZE, 30)
+    ours = our_logits(*our_model(tmp_path, None), tokens)
     assert np.abs(ours - theirs).max() < 1e-4 * max(1.0, np.abs(theirs).max())

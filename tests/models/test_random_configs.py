@@ -41,6 +41,12 @@ FOUND: dict[str, dict[str, Any]] = {
         | {"original_max_position_embeddings": 16},
     },
     "another name of SiLU": {"model_type": "llama", "hidden_act": "swish"},
+    "Mistral's windows by layer types": {
+        "model_type": "mistral",
+        "head_dim": 16,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "Gemma 2's exact GELU": {"model_type": "gemma2", "head_dim": 16, "hidden_activation": "gelu"},
     "Gemma 3's soft cap of attention": {"model_type": "gemma3_text", "head_dim": 16, "attn_logit_softcapping": 2.0},
     "OLMo 3's theta of full layers alone": {
@@ -91,6 +97,17 @@ FOUND: dict[str, dict[str, Any]] = {
         "rope_theta": 100,
         "rope_scaling": {"rope_type": "linear", "factor": 2.0},
     },
+    "a pair for an odd number of rotated columns": {
+        "model_type": "glm",
+        "head_dim": 20,
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 100,
+    },
+    "pairs of a whole head, of which the first ones turn": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 0.3, "factor": 2.0},
+        "rope_theta": 100,
+    },
     "Phi-3's original length": {"model_type": "phi3", "rope_scaling": {"type": "yarn", **LONGROPE}},
 }
 
@@ -116,7 +133,8 @@ def test_key_value_heads_that_are_left_out_are_as_many_as_in_transformers(family
         pytest.skip("it has another name for them, or as many as query heads")
     heads = {"num_attention_heads": 96, "head_dim": 8, "hidden_size": 96 * 8}
     config = draw(space, random.Random(1)) | heads
-    for name in ("num_key_value_heads", "rope_scaling", "rope_parameters"):
+    others = "use_bidirectional_attention", "mamba_d_head"  # refused, and not of these sizes
+    for name in ("num_key_value_heads", "rope_scaling", "rope_parameters", *others):
         config.pop(name, None)
     theirs = their_class(**config).num_key_value_heads
     assert 1 <= theirs <= 96

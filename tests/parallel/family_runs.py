@@ -31,6 +31,7 @@ UNSPLIT |= {
 }
 UNSPLIT |= {
     "llama4-maverick-style",
+    "hunyuan-7b-style",
     "deepseek-v2",
     "exaone4-1.2b-style",
     "olmoe",

@@ -16,7 +16,7 @@ LENGTHS = (32, 48, 64, 256)
 GATES: tuple[Any, ...] = (..., "silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "gelu_fast")
 FLAG: tuple[Any, ...] = (..., False, True)
 EPS: tuple[Any, ...] = (..., 1e-6, 1e-5, 1e-2)
-STRETCHES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+STRETCHES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def draw(space: Space, chance: random.Random) -> Config:
     return config
 
 
-_NO_KV_HEADS: dict[str, tuple[Any, ...]] = dict.fromkeys(("llama", "phi3", "olmo2", "granite", "cohere"), (..., None))
+_NO_KV_HEADS: dict[str, tuple[Any, ...]] = dict.fromkeys(("llama", "phi3", "olmo2", "granite", "cohere"), (...,))
 """Where the number of key-value heads may be left out, and is then that of the queries' heads."""
 
 _IN_ALL: dict[str, tuple[Any, ...]] = {
@@ -66,21 +66,26 @@ def sizes(
     dim: str = "optional",
     inner: str = "",
 ) -> Callable[[random.Random, Config], None]:
-    """Sizes in Llama's spelling. dim: "optional", "none" (no head_dim) or "always". inner: name, if not the usual."""
+    """Sizes in Llama's spelling. dim: "optional" (at times null), "rare" (never null), "none" or "always" (now and then
+    the family's own). inner: name, if not the usual."""
 
     def add(chance: random.Random, config: Config) -> None:
         count, size = chance.choice((1, 2, 3, 4, 6)), chance.choice((8, 12, 16, 24))
         config |= {heads: count, "hidden_size": count * size * (2 if count < 3 else 1)}
-        config["num_hidden_layers"] = chance.choice((2, 2, 3, 4))
+        config["num_hidden_layers"] = chance.choice((2, 2, 2, 3, 3, 4, 4, 7))
         config[inner or "intermediate_size"] = chance.choice((40, 72, 96))
         fitting = [n for n in range(1, count + 1) if count % n == 0]
-        if (
-            kv is not None
-            and (chosen := chance.choice([*fitting, *_NO_KV_HEADS.get(config["model_type"], ())])) is not ...
-        ):
-            config[kv] = chosen
-        if dim == "always" or (dim == "optional" and chance.random() < 0.5):
+        if kv is not None:
+            unsaid = _NO_KV_HEADS.get(config["model_type"], ())
+            chosen = None if chance.random() < 0.06 else chance.choice([*fitting, *unsaid])
+            if chosen is not ...:
+                config[kv] = chosen
+        if chance.random() < {"always": 0.95, "optional": 0.5}.get(dim, 0):
             config["head_dim"] = chance.choice((8, 16, 20, 32))
+        elif dim == "rare" and chance.random() < 0.25:
+            config["head_dim"] = chance.choice((8, 16, 20))
+        elif dim == "optional" and chance.random() < 0.3:
+            config["head_dim"] = None
         config["max_position_embeddings"] = chance.choice(LENGTHS)
 
     return add
@@ -102,7 +107,7 @@ def rotation(
         fraction = default_fraction
         spelt: Config = {}
         if partial and chance.random() < 0.6:
-            fraction = chance.choice([f for f in (0.25, 0.5, 0.75, 1.0) if int(dim * f) and int(dim * f) % 2 == 0])
+            fraction = chance.choice([f for f in (0.25, 0.5, 0.75, 1.0) if int(dim * f)])
             spelt["partial_rotary_factor"] = fraction
         if theta is not ...:
             spelt["rope_theta"] = theta
@@ -115,8 +120,13 @@ def rotation(
                 config["rope_scaling"] = parameters
             elif chance.random() < 0.5:
                 config["rope_scaling"] = None
-        else:
+        elif chance.random() < 0.7:
             config["rope_parameters"] = parameters | spelt
+        else:  # as files of both versions mix them
+            config |= spelt
+            config[chance.choice(("rope_parameters", "rope_scaling"))] = parameters | (
+                {"rope_theta": chance.choice((100, 20000.0))} if chance.random() < 0.4 else {}
+            )
 
     return add
 
@@ -129,7 +139,9 @@ def stretch(chance: random.Random, kind: str, columns: int, config: Config) -> C
         return {name: chance.choice(values)} if chance.random() < 0.5 else {}
 
     found: Config = {"rope_type": kind}
-    if kind in ("linear", "dynamic"):
+    if kind == "proportional":
+        found |= maybe("partial_rotary_factor", 0.25, 0.5, 1.0) | maybe("factor", 2.0)
+    elif kind in ("linear", "dynamic"):
         found["factor"] = chance.choice((2, 2.0, 3.5))
     elif kind == "llama3":
         found |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": chance.choice((4, 2.0, 1.0))}
@@ -177,7 +189,8 @@ def experts(**fields: tuple[Any, ...]) -> Callable[[random.Random, Config], None
     """fields: `total`, `top` and `size` name the entries; others are as of `Space`."""
 
     def add(chance: random.Random, config: Config) -> None:
-        total, top = chance.choice((2, 4, 6, 8)), chance.choice((1, 2))
+        total = chance.choice((2, 4, 5, 6, 8, 12))
+        top = chance.randint(1, min(total, 4))
         (count,), (best,) = fields["total"], fields["top"]
         config |= {count: total, best: top}
         if "size" in fields:
@@ -202,7 +215,13 @@ def some_dense(chance: random.Random, config: Config) -> None:
     if chance.random() < 0.5:
         config["decoder_sparse_step"] = chance.choice((1, 2, 3))
     if chance.random() < 0.5:
-        config["mlp_only_layers"] = chance.choice(([], [0], [1], [0, 1]))
+        config["mlp_only_layers"] = chance.choice(([], None, [0], [1], [0, 1], [1, 3, 9]))
+
+
+def _no_experts(chance: random.Random, config: Config) -> None:
+    """At times: a shared MLP alone."""
+    if chance.random() < 0.3:
+        config |= {"num_local_experts": 0, "num_experts_per_tok": 0}
 
 
 def _mlp_kinds(chance: random.Random, config: Config) -> None:
@@ -317,6 +336,19 @@ def names(**renamed: str) -> Callable[[random.Random, Config], None]:
     return add
 
 
+def _alpha(chance: random.Random, config: Config) -> None:
+    """Hunyuan's RoPE, at times."""
+    if chance.random() < 0.4:
+        for name in ("rope_scaling", "rope_parameters"):
+            config.pop(name, None)
+        config["rope_scaling"] = {"type": "dynamic", "alpha": chance.choice((2.0, 1000.0)), "factor": 1.0}
+
+
+def _of_each_layer(chance: random.Random, config: Config) -> None:
+    if chance.random() < 0.5:
+        config["moe_topk"] = [config["moe_topk"]] * config["num_hidden_layers"]
+
+
 def _alibi_or_rope(chance: random.Random, config: Config) -> None:
     if not config.get("alibi"):
         rotation()(chance, config)
@@ -326,6 +358,7 @@ def _gptj(chance: random.Random, config: Config) -> None:
     dim = config["hidden_size"] // config["num_attention_heads"]
     config["rotary_dim"] = chance.choice([n for n in (4, 8, dim) if n <= dim])
     names(**_GPT)(chance, config)
+    _no_inner(chance, config)
 
 
 def _neox_rope(chance: random.Random, config: Config) -> None:
@@ -341,6 +374,22 @@ def _neox_rope(chance: random.Random, config: Config) -> None:
         config["rotary_pct"] = 0.5
 
 
+def _bloom(chance: random.Random, config: Config) -> None:
+    """Entries by their old names or by their new ones."""
+    olds = {"num_attention_heads": "n_head", "num_hidden_layers": "n_layer", "hidden_size": "n_embed"}
+    names(**{new: old for new, old in olds.items() if chance.random() < 0.6})(chance, config)
+
+
+def _no_inner(chance: random.Random, config: Config) -> None:
+    """At times: MLPs of four times the hidden size, without a word or by null."""
+    for name in ("n_inner", "ffn_hidden_size"):
+        if name in config and chance.random() < 0.4:
+            if chance.random() < 0.5:
+                config[name] = None
+            else:
+                del config[name]
+
+
 _GPT = {
     "hidden_size": "n_embd",
     "num_attention_heads": "n_head",
@@ -348,6 +397,8 @@ _GPT = {
     "max_position_embeddings": "n_positions",
     "intermediate_size": "n_inner",
 }
+_SILU: tuple[Any, ...] = (..., "silu", "silu", "silu", "gelu")
+_STEPS: tuple[Any, ...] = (..., ..., [0.0, float("inf")], [0.5, 1.5], [0.0, 0.7])
 WINDOW: tuple[Any, ...] = (1, 5, 12, 1000)
 _QWEN: dict[str, tuple[Any, ...]] = {"hidden_act": GATES, "rms_norm_eps": EPS}
 _WINDOWS: dict[str, tuple[Any, ...]] = {
@@ -383,7 +434,7 @@ SPACES: dict[str, Space] = {
         | {
             "attention_bias": FLAG,
             "use_qk_norm": FLAG,
-            "attention_chunk_size": (..., None, 48, 256),
+            "attention_chunk_size": (..., None, 16, 48, 256),
             "no_rope_layer_interval": (..., 2, 3),
             "attn_temperature_tuning": FLAG,
             "attn_scale": (..., 0.5),
@@ -398,7 +449,8 @@ SPACES: dict[str, Space] = {
         ),
     ),
     "mistral": Space(
-        *("MistralForCausalLM", "mistral", _QWEN | {"sliding_window": (..., None, *WINDOW)}), (sizes(), rotation())
+        *("MistralForCausalLM", "mistral", _QWEN | {"sliding_window": (..., None, *WINDOW)}),
+        (sizes(), rotation(), layer_kinds(default=0.8)),
     ),
     "ministral3": Space(
         *("Ministral3ForCausalLM", "ministral3", _QWEN | {"sliding_window": (..., None, *WINDOW)}),
@@ -422,12 +474,37 @@ SPACES: dict[str, Space] = {
     "ernie4_5": Space(
         *("Ernie4_5ForCausalLM", "ernie4_5", _QWEN | {"use_bias": FLAG}), (sizes(dim="always"), rotation())
     ),
+    "ernie4_5_moe": Space(
+        "Ernie4_5_MoeForCausalLM",
+        "ernie4_5_moe",
+        _QWEN
+        | {
+            "use_bias": (..., False, False, True),
+            "moe_num_shared_experts": (..., 0, 1, 2),
+            "moe_layer_start_index": (..., 0, 1, 2),
+            "moe_layer_end_index": (..., -1, 1, 3),
+            "moe_layer_interval": (..., 1, 2),
+        },
+        (
+            *(sizes(), rotation()),
+            experts(total=("moe_num_experts",), top=("moe_k",), size=("moe_intermediate_size",)),
+        ),
+    ),
+    "hunyuan": Space(
+        *("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", _QWEN | {"attention_bias": FLAG, "pad_token_id": (0,)}),
+        (sizes(dim="always"), rotation(), _alpha),
+    ),
+    "hunyuan_moe": Space(
+        *("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", _QWEN | {"attention_bias": FLAG, "pad_token_id": (0,)}),
+        (sizes(dim="always"), rotation(), _alpha, experts(total=("num_experts",), top=("moe_topk",)), _of_each_layer),
+    ),
     "gemma": Space(
         "GemmaForCausalLM",
         "gemma",
         {
             "hidden_act": ("gelu", "gelu_pytorch_tanh", ..., "silu"),
             "hidden_activation": (..., None, "gelu_pytorch_tanh"),
+            "use_bidirectional_attention": (..., False, False, True),
             "rms_norm_eps": EPS,
             "attention_bias": FLAG,
         },
@@ -438,6 +515,7 @@ SPACES: dict[str, Space] = {
         "gemma2",
         {
             "hidden_activation": (..., "gelu_pytorch_tanh", "gelu", "silu"),
+            "use_bidirectional_attention": (..., False, False, True),
             "hidden_act": (..., "gelu_pytorch_tanh"),
             "rms_norm_eps": EPS,
             "attention_bias": FLAG,
@@ -453,6 +531,7 @@ SPACES: dict[str, Space] = {
         "gemma3_text",
         {
             "hidden_activation": (..., "gelu_pytorch_tanh", "silu"),
+            "use_bidirectional_attention": (..., False, False, True),
             "rms_norm_eps": EPS,
             "attention_bias": FLAG,
             "query_pre_attn_scalar": (16, 24, ...),
@@ -471,11 +550,11 @@ SPACES: dict[str, Space] = {
             "original_max_position_embeddings": (..., 16, 32),
             "pad_token_id": (0,),
         },
-        (sizes(dim="none"), rotation("default", "longrope", partial=True)),
+        (sizes(dim="rare"), rotation("default", "longrope", partial=True)),
     ),
     "olmo2": Space(
         *("Olmo2ForCausalLM", "olmo2", _QWEN | {"attention_bias": FLAG, "pad_token_id": (0,)}),
-        (sizes(dim="none"), rotation()),
+        (sizes(dim="rare"), rotation()),
     ),
     "olmo3": Space(
         *(
@@ -483,37 +562,39 @@ SPACES: dict[str, Space] = {
             "olmo3",
             _QWEN | {"attention_bias": FLAG, "sliding_window": (..., *WINDOW), "pad_token_id": (0,)},
         ),
-        (sizes(dim="none"), by_kind(), layer_kinds()),
+        (sizes(dim="rare"), by_kind(), layer_kinds()),
     ),
     "exaone4": Space(
         *("Exaone4ForCausalLM", "exaone4", _QWEN | {"sliding_window": (..., None, *WINDOW), "pad_token_id": (0,)}),
         (sizes(), rotation(), layer_kinds(pattern="sliding_window_pattern")),
     ),
     "granite": Space(
-        *("GraniteForCausalLM", "granite", _GRANITE | {"mlp_bias": FLAG}), (sizes(dim="none"), rotation())
+        *("GraniteForCausalLM", "granite", _GRANITE | {"mlp_bias": FLAG}), (sizes(dim="rare"), rotation())
     ),
     "granitemoe": Space(
         *("GraniteMoeForCausalLM", "granitemoe", _GRANITE),
-        (sizes(dim="none"), rotation(), experts(total=("num_local_experts",), top=("num_experts_per_tok",))),
+        (sizes(dim="rare"), rotation(), experts(total=("num_local_experts",), top=("num_experts_per_tok",))),
     ),
     "granitemoeshared": Space(
         *("GraniteMoeSharedForCausalLM", "granitemoeshared", _GRANITE | {"shared_intermediate_size": (..., 0, 24)}),
-        (sizes(dim="none"), rotation(), experts(total=("num_local_experts",), top=("num_experts_per_tok",))),
+        (sizes(dim="rare"), rotation(), experts(total=("num_local_experts",), top=("num_experts_per_tok",))),
     ),
     "granitemoehybrid": Space(
         "GraniteMoeHybridForCausalLM",
         "granitemoehybrid",
         _GRANITE
         | {
-            "hidden_act": (..., "silu"),
+            "hidden_act": _SILU,
+            "time_step_limit": _STEPS,
             "shared_intermediate_size": (24, 40),
             "position_embedding_type": (..., None, "nope", "rope"),
             "mamba_conv_bias": FLAG,
             "mamba_proj_bias": FLAG,
         },
         (
-            *(sizes(dim="none"), rotation("default", "linear", "yarn"), mamba, mamba_layers),
+            *(sizes(dim="rare"), rotation("default", "linear", "yarn"), mamba, mamba_layers),
             experts(total=("num_local_experts",), top=("num_experts_per_tok",)),
+            _no_experts,
         ),
     ),
     "bamba": Space(
@@ -521,12 +602,14 @@ SPACES: dict[str, Space] = {
         "bamba",
         {
             "rms_norm_eps": EPS,
+            "hidden_act": _SILU,
+            "time_step_limit": _STEPS,
             "attention_bias": FLAG,
             "mlp_bias": FLAG,
             "mamba_conv_bias": FLAG,
             "mamba_proj_bias": FLAG,
         },
-        (sizes(dim="none"), mamba, rotation("default", "linear"), mamba_layers),
+        (sizes(dim="rare"), mamba, rotation("default", "linear"), mamba_layers),
     ),
     "smollm3": Space(
         "SmolLM3ForCausalLM",
@@ -561,7 +644,7 @@ SPACES: dict[str, Space] = {
             "attention_bias": FLAG,
             "use_qk_norm": FLAG,
         },
-        (sizes(dim="none"), rotation()),
+        (sizes(dim="rare"), rotation()),
     ),
     "cohere2": Space(
         "Cohere2ForCausalLM",
@@ -606,7 +689,7 @@ SPACES: dict[str, Space] = {
             "bias": FLAG,
             "num_ln_in_parallel_attn": (..., None, 1, 2),
         },
-        (sizes(dim="none", kv="num_kv_heads", inner="ffn_hidden_size"), _alibi_or_rope),
+        (sizes(dim="none", kv="num_kv_heads", inner="ffn_hidden_size"), _no_inner, _alibi_or_rope),
     ),
     "gpt_neox": Space(
         "GPTNeoXForCausalLM",
@@ -621,8 +704,13 @@ SPACES: dict[str, Space] = {
     "bloom": Space(
         "BloomForCausalLM",
         "bloom",
-        {"layer_norm_epsilon": EPS, "apply_residual_connection_post_layernorm": FLAG},
-        (sizes(dim="none", kv=None), names(num_attention_heads="n_head", num_hidden_layers="n_layer")),
+        {
+            "layer_norm_epsilon": EPS,
+            "apply_residual_connection_post_layernorm": FLAG,
+            "pretraining_tp": (..., 1, 4),
+            "slow_but_exact": FLAG,
+        },
+        (sizes(dim="none", kv=None), _bloom),
     ),
     "mpt": Space(
         "MptForCausalLM",
@@ -631,6 +719,11 @@ SPACES: dict[str, Space] = {
             "layer_norm_epsilon": EPS,
             "attn_config": (..., {"clip_qkv": 0.5}, {"softmax_scale": 0.3, "alibi": True}, {"clip_qkv": None}),
             "no_bias": (..., True),
+            "expansion_ratio": (..., 4, 2),
+            "logit_scale": (..., None, 0.5),
+            "norm_type": (..., "low_precision_layernorm", "layernorm"),
+            "learned_pos_emb": FLAG,
+            "embedding_fraction": (..., 0.5),
         },
         (
             sizes(dim="none", kv=None),
@@ -666,7 +759,7 @@ SPACES: dict[str, Space] = {
             "scale_attn_by_inverse_layer_idx": FLAG,
             "reorder_and_upcast_attn": FLAG,
         },
-        (sizes(dim="none", kv=None), names(**_GPT)),
+        (sizes(dim="none", kv=None), names(**_GPT), _no_inner),
     ),
     "mixtral": Space(
         *("MixtralForCausalLM", "mixtral", _QWEN | {"sliding_window": (..., None, *WINDOW)}),
@@ -696,7 +789,7 @@ SPACES: dict[str, Space] = {
     "olmoe": Space(
         *("OlmoeForCausalLM", "olmoe", _QWEN | {"attention_bias": FLAG, "clip_qkv": (..., None)}),
         (
-            sizes(dim="none"),
+            sizes(dim="rare"),
             rotation(),
             experts(total=("num_experts",), top=("num_experts_per_tok",), norm_topk_prob=FLAG),
         ),
@@ -724,12 +817,13 @@ SPACES: dict[str, Space] = {
         ),
     ),
     "deepseek_v2": Space(
-        *("DeepseekV2ForCausalLM", "deepseek_v2", _QWEN | {"attention_bias": FLAG}),
+        *("DeepseekV2ForCausalLM", "deepseek_v2", _QWEN | {"attention_bias": FLAG, "mlp_bias": (..., False, True)}),
         (
             *(latents, rotation("default", "yarn", "linear", columns="qk_rope_head_dim")),
             experts(
                 **_SPLIT_EXPERTS,
-                **_SIGMOID | {"norm_topk_prob": (..., False), "topk_method": (..., "greedy", "group_limited_greedy")},
+                **_SIGMOID
+                | {"norm_topk_prob": (..., False), "topk_method": (..., "greedy", "group_limited_greedy", "noaux_tc")},
             ),
             groups,
         ),
@@ -738,7 +832,9 @@ SPACES: dict[str, Space] = {
         *("DeepseekV3ForCausalLM", "deepseek_v3", _QWEN | {"attention_bias": FLAG, "rope_interleave": FLAG}),
         (
             *(latents, rotation("default", "yarn", "linear", columns="qk_rope_head_dim")),
-            experts(**_SPLIT_EXPERTS, **_SIGMOID | {"topk_method": (..., "noaux_tc")}),
+            experts(
+                **_SPLIT_EXPERTS, **_SIGMOID | {"topk_method": (..., "noaux_tc"), "scoring_func": (..., "sigmoid")}
+            ),
             groups,
         ),
     ),
@@ -755,6 +851,7 @@ SPACES: dict[str, Space] = {
         "gpt_oss",
         {
             "rms_norm_eps": EPS,
+            "hidden_act": _SILU,
             "attention_bias": FLAG,
             "sliding_window": (..., *WINDOW),
             "swiglu_limit": (..., 7.0, 1.0),
@@ -766,7 +863,7 @@ SPACES: dict[str, Space] = {
         ),
     ),
     "qwen3_next": Space(
-        *("Qwen3NextForCausalLM", "qwen3_next", {"rms_norm_eps": EPS, "attention_bias": FLAG}),
+        *("Qwen3NextForCausalLM", "qwen3_next", _QWEN | {"hidden_act": _SILU, "attention_bias": FLAG}),
         (
             *(sizes(dim="always"), rotation(partial=True, default_fraction=0.25), delta, some_dense),
             experts(
@@ -777,11 +874,11 @@ SPACES: dict[str, Space] = {
         ),
     ),
     "qwen3_5": Space(
-        *("Qwen3_5ForCausalLM", "qwen3_5_text", {"rms_norm_eps": EPS, "attention_bias": FLAG}),
+        *("Qwen3_5ForCausalLM", "qwen3_5_text", _QWEN | {"hidden_act": _SILU, "attention_bias": FLAG}),
         (sizes(dim="always"), rotation(partial=True, default_fraction=0.25), delta),
     ),
     "qwen3_5_moe": Space(
-        *("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", {"rms_norm_eps": EPS, "attention_bias": FLAG}),
+        *("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _QWEN | {"hidden_act": _SILU, "attention_bias": FLAG}),
         (
             *(sizes(dim="always"), rotation(partial=True, default_fraction=0.25), delta),
             experts(

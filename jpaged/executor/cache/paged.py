@@ -22,8 +22,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jpaged.api.errors import UnsupportedModelError
 from jpaged.engine.footprint import Footprint
 from jpaged.engine.interface import NULL_BLOCK, SWAP_CHUNK_BLOCKS, CacheGroup
+from jpaged.executor.cache.chunks import decode_chunks, mixed_chunks
 from jpaged.executor.cache.groups import Grouping, Place, group_layers
-from jpaged.executor.cache.spec import TokenSpec
+from jpaged.executor.cache.spec import LayerCache, TokenSpec
 from jpaged.executor.config import ExecutorConfig
 from jpaged.models import row_tiles
 from jpaged.models.linear import times
@@ -58,9 +59,10 @@ class Written(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What a step's rows read: the tables through which they do, their tokens, and `PagedAttention`'s mixed, shared."""
+    """What a step's rows read: the tables through which they do (or one group's, as kernels number blocks), their
+    tokens, and `PagedAttention`'s mixed, shared."""
 
-    tables: Tables
+    tables: Tables | Int[Array, "rows blocks"]
     kv_lens: Int[Array, " rows"]
     mixed: tuple[Int[Array, " rows+1"], Int[Array, ""]] | None
     shared: tuple[Int[Array, ""], Int[Array, ""]] | None
@@ -188,13 +190,12 @@ class PagedCache:
 
     def _layers(self, pools: Pools, written: Written, read: Read) -> "Layers":
         @cache  # layers that keep their tokens alike share what is computed for it
-        def attention(group: int, layer: int, scales: tuple[float, float]) -> PagedAttention:
-            return self._attention(Place(group, layer), pools, written, read, scales)
+        def attention(group: int, layer: int, kept: LayerCache) -> PagedAttention:
+            return self._attention(Place(group, layer), pools, written, read, kept)
 
         places = self.grouping.places
         of_layers = [
-            attention(place.group, self._layer(place), kept.scales)
-            for place, kept in zip(places, self.spec, strict=True)
+            attention(place.group, self._layer(place), kept) for place, kept in zip(places, self.spec, strict=True)
         ]
         return self._layers_type(pools, of_layers, [self._array(place) for place in places])
 
@@ -203,18 +204,33 @@ class PagedCache:
         return Layers
 
     def _attention(
-        self, place: Place, pools: Pools, written: Written, read: Read, scales: tuple[float, float]
+        self, place: Place, pools: Pools, written: Written, read: Read, kept: LayerCache
     ) -> "PagedAttention":
-        """Of a layer, with any `pool`. place: its group, and which layer of its array it is."""
+        """Of a layer that keeps this, with any `pool`. place: its group, and which layer of its array it is."""
+        window = self.groups[place.group].window
+        read = read._replace(tables=self._kernel_table(place, read.tables))
+        if kept.chunked and window is not None:
+            read = self._of_chunks(read, window, written.rows.shape[0])
         return PagedAttention(
             pools[0],
             self._mapping(place, written),
-            self._kernel_table(place, read.tables),
-            *read[1:],
-            self.groups[place.group].window,
+            *read,
+            window,
             self.config.kernel_backend,
-            scales,
+            kept.scales,
+            kept.chunked,
         )
+
+    def _of_chunks(self, read: Read, chunk: int, tokens: int) -> Read:
+        """What rows read where queries see their own chunk alone (`chunks.py`). tokens: of the step."""
+        block_size = self._kernel_block_size
+        if read.mixed is None:
+            return Read(*decode_chunks(read.tables, read.kv_lens, chunk, block_size), None, None)
+        starts, num_decodes = read.mixed
+        tables, kv_lens, starts = mixed_chunks(
+            read.tables, read.kv_lens, starts, num_decodes, chunk, block_size, tokens
+        )
+        return Read(tables, kv_lens, (starts, num_decodes), None)
 
     def _mapping(self, place: Place, written: Written) -> Int[Array, " tokens"]:
         """Where a layer writes the tokens."""
@@ -263,6 +279,7 @@ class PagedAttention:
         layer with a sliding window does without, since it reads no more than its window.
     window: of the layer's group, by which blocks are given back.
     scales: what keys and what values are divided by before they are rounded to e4m3.
+    chunked: `block_tables`, `kv_lens` and `mixed` are of rows that see their own chunk alone, of `window` tokens.
 
     Raises, when called:
         UnsupportedModelError: the layer attends by another window than its entry in `layer_windows`.
@@ -277,6 +294,7 @@ class PagedAttention:
     window: int | None = field(metadata={"static": True})
     backend: str | None = field(metadata={"static": True})
     scales: tuple[float, float] = field(default=(1.0, 1.0), metadata={"static": True})
+    chunked: bool = field(default=False, metadata={"static": True})
 
     def __call__(
         self,
@@ -286,9 +304,10 @@ class PagedAttention:
         norms: tuple[Array, Array] | None,
         norm_eps: float,
         sliding_window: int | None = None,
+        chunked: bool = False,
         **features: Any,
     ) -> Any:
-        self._check_window(sliding_window)
+        self._check_window(sliding_window, chunked)
         backend = self.backend
         if features.get("value_dim") is not None:
             assert not isinstance(qkv, Sums)
@@ -315,6 +334,8 @@ class PagedAttention:
 
     def _attend(self, q: Float[Array, "tokens heads head_dim"], window: int | None, features: dict[str, Any]) -> Any:
         paged, backend = (self.pool, self.block_tables, self.kv_lens), self.backend
+        if self.chunked:  # rows have no more tokens than their queries see
+            window = None
         if self.shared is not None and window is None:
             return shared_prefix_attention(q, *paged, *self.shared, backend=backend, **features)
         if self.mixed is None:
@@ -343,16 +364,19 @@ class PagedAttention:
     def attend_rows(self, asked: row_tiles.Attention) -> jax.Array:
         """The same for queries, keys and values that are made already; each query's result by itself."""
         assert self.mixed is not None
-        self._check_window(asked.features.get("sliding_window"))
+        features = dict(asked.features)
+        self._check_window(features.get("sliding_window"), features.pop("chunked", False))
+        if self.chunked:
+            features["sliding_window"] = None
         self.pool = write_kv(self.pool, asked.k, asked.v, self.mapping, backend=self.backend)
         paged = (self.pool, self.block_tables, self.kv_lens)
-        return invariant_attention(asked.q, *paged, self.mixed[0], backend=self.backend, **asked.features)
+        return invariant_attention(asked.q, *paged, self.mixed[0], backend=self.backend, **features)
 
-    def _check_window(self, sliding_window: int | None) -> None:
-        if sliding_window != self.window:
+    def _check_window(self, sliding_window: int | None, chunked: bool) -> None:
+        if sliding_window != self.window or chunked != self.chunked:
             raise UnsupportedModelError(
-                f"A layer calls attend with sliding_window={sliding_window}, but its entry in the configuration's "
-                f"layer_windows is {self.window}; make them equal."
+                f"A layer calls attend with sliding_window={sliding_window}, chunked={chunked}, but the configuration's"
+                f" layer_windows and chunked_windows say {self.window}, {self.chunked}; make them equal."
             )
 
 

@@ -21,6 +21,7 @@ class LayerCache:
 
     kv_heads: heads of keys and values, on one device. head_dim: columns of a key.
     window: the most tokens that a query sees, its own included; None: all before it. Older tokens need not be kept.
+    chunked: of these it sees those of its own chunk, of `window` tokens, counted from the first one on.
     value_dim: values are the first so many columns of keys; None where they are kept apart, as wide as keys.
     scales: what keys and what values are divided by before they are rounded to e4m3.
     """
@@ -31,6 +32,7 @@ class LayerCache:
     window: int | None = None
     value_dim: int | None = None
     scales: tuple[float, float] = (1.0, 1.0)
+    chunked: bool = False
 
     @property
     def arrays(self) -> int:
@@ -69,7 +71,15 @@ def cache_spec(model: Model, kv_scales: tuple[tuple[float, float], ...] | None =
     dtype = plain if kv_scales is None else FP8
     scales = kv_scales or ((1.0, 1.0),) * len(config.layer_windows)
     return tuple(
-        LayerCache(config.num_kv_heads, config.head_dim, dtype, window, config.value_dim, of_layer)
+        LayerCache(
+            config.num_kv_heads,
+            config.head_dim,
+            dtype,
+            window,
+            config.value_dim,
+            of_layer,
+            chunked=config.chunked_windows and window is not None,
+        )
         if state is None
         else StateCache(state, plain)
         for window, state, of_layer in zip(config.layer_windows, config.layer_states, scales, strict=True)

@@ -4,6 +4,7 @@ from jpaged.models.families.bamba import BambaFamily
 from jpaged.models.families.bloom import BloomFamily
 from jpaged.models.families.cohere import COHERE, COHERE2
 from jpaged.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
+from jpaged.models.families.ernie_moe import ERNIE45_MOE
 from jpaged.models.families.exaone4 import Exaone4Family
 from jpaged.models.families.falcon import FalconFamily
 from jpaged.models.families.gemma import GEMMA, GEMMA2, GEMMA3
@@ -13,6 +14,7 @@ from jpaged.models.families.gpt_neox import GPTNeoXFamily
 from jpaged.models.families.gpt_oss import GptOssFamily
 from jpaged.models.families.gptj import GPTJFamily
 from jpaged.models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_MOE_SHARED
+from jpaged.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from jpaged.models.families.llama import ERNIE45, LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, QWEN2, QWEN3, SEED_OSS
 from jpaged.models.families.llama4 import Llama4Family
 from jpaged.models.families.mpt import MptFamily
@@ -27,7 +29,9 @@ from jpaged.models.families.starcoder2 import Starcoder2Family
 from jpaged.models.registry import About, register
 
 _LLAMA = About(
-    "Llama", "Llama 2, 3; Falcon 3; Yi; SmolLM 2", "RMS norms; gated SiLU; RoPE linear, llama3, yarn, NTK, LongRoPE"
+    "Llama",
+    "Llama 2, 3; Falcon 3; Yi; SmolLM 2",
+    "RMS norms; gated SiLU; RoPE linear, llama3, yarn, NTK, LongRoPE, proportional",
 )
 _MISTRAL = About(
     "Mistral",
@@ -40,13 +44,19 @@ _MINISTRAL3 = About(
 _LLAMA4 = About(
     "Llama 4",
     "Scout, Maverick: the text part",
-    "experts that read weighted inputs, one shared; RoPE or none by layer; temperature by position; the first chunk of"
-    " a context",
+    "experts that read weighted inputs, one shared; RoPE or none by layer; temperature by position; attention within"
+    " chunks",
 )
 _QWEN = About("Qwen", "Qwen2, Qwen2.5, Qwen3", "as Llama; biases or norms of queries and keys; windows; tied head")
 _QWEN_VL = About("Qwen-VL", "Qwen2-VL, Qwen2.5-VL, Qwen3-VL: the text part", "as Qwen")
+_QWEN_VL_MOE = About("Qwen3-VL-MoE", "Qwen3-VL 30B-A3B, 235B-A22B: the text part", "as Qwen3-MoE")
 _SEED_OSS = About("Seed-OSS", "36B, base and instruct", "as Llama; biases of q, k, v")
 _ERNIE45 = About("ERNIE 4.5", "0.3B, base and post-trained", "as Llama; interleaved RoPE; tied head")
+_ERNIE45_MOE = About(
+    "ERNIE 4.5 MoE", "21B-A3B, 300B-A47B", "as ERNIE 4.5; experts chosen by a softmax with a correction; shared experts"
+)
+_HUNYUAN = About("Hunyuan", "0.5B, 1.8B, 4B, 7B", "as Llama; norms of queries and keys behind the rotation")
+_HUNYUAN_MOE = About("Hunyuan MoE", "A13B", "as Hunyuan; experts, of which one is shared")
 _GEMMA = About("Gemma", "Gemma 2B, 7B; CodeGemma", "norms times 1 + w; scaled embeddings; gated GELU; tied head")
 _GEMMA2 = About("Gemma 2", "2B, 9B, 27B", "as Gemma; norms before and after; soft caps; windows in every second layer")
 _GEMMA3 = About(
@@ -166,8 +176,12 @@ register("Qwen3ForCausalLM", QWEN3, _QWEN)
 register("Qwen2VLForConditionalGeneration", QWEN2, _QWEN_VL)
 register("Qwen2_5_VLForConditionalGeneration", QWEN2, _QWEN_VL)
 register("Qwen3VLForConditionalGeneration", QWEN3, _QWEN_VL)
+register("Qwen3VLMoeForConditionalGeneration", QWEN3_MOE, _QWEN_VL_MOE)
 register("SeedOssForCausalLM", SEED_OSS, _SEED_OSS)
 register("Ernie4_5ForCausalLM", ERNIE45, _ERNIE45)
+register("Ernie4_5_MoeForCausalLM", ERNIE45_MOE, _ERNIE45_MOE)
+register("HunYuanDenseV1ForCausalLM", HUNYUAN, _HUNYUAN)
+register("HunYuanMoEV1ForCausalLM", HUNYUAN_MOE, _HUNYUAN_MOE)
 register("GemmaForCausalLM", GEMMA, _GEMMA)
 register("Gemma2ForCausalLM", GEMMA2, _GEMMA2)
 register("Gemma3ForCausalLM", GEMMA3, _GEMMA3)

@@ -25,6 +25,8 @@ class BloomFamily:
 
     def read_config(self, read: ConfigReader) -> DecoderConfig:
         read.refuse(("apply_residual_connection_post_layernorm", False))
+        if read.integer("pretraining_tp", 1) > 1:  # where transformers then adds no biases
+            read.refuse(("slow_but_exact", False))
         config = read.config
 
         def size(*names: str) -> int:

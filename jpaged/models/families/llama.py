@@ -157,8 +157,9 @@ class MistralFamily(LlamaFamily):
     aliases = TEXT_PART_NAMES
 
     def read_config(self, read: ConfigReader) -> LlamaConfig:
-        if "text_config" not in read.config:
-            return self.reads(read)
+        if "text_config" not in read.config:  # with layer_types transformers takes a Mistral for a Ministral
+            of_layers = self.model_type == "mistral" and "layer_types" in read.config
+            return _read_ministral(read) if of_layers else self.reads(read)
         text = read.text_part("MistralForCausalLM")
         if text.config.get("model_type") == MINISTRAL3.model_type:
             return _read_ministral3(read.text_part("Ministral3ForCausalLM"))
@@ -231,7 +232,8 @@ def _read_llama(read: ConfigReader) -> LlamaConfig:
 
 
 def _read_mistral(read: ConfigReader) -> LlamaConfig:
-    """Every layer has the window, whatever layer_types says, as in transformers."""
+    """Every layer has the window; in the text part of a multimodal model whatever layer_types says, as in
+    transformers."""
     read = read.with_defaults(num_key_value_heads=8)
     fields = _fields(read, default_length=131072)
     window = read.optional_positive("sliding_window", 4096)

@@ -1,11 +1,9 @@
 """Llama 4 (Meta 2025), text only: Scout, Maverick.
 
-    attention   three layers of four rotate neighbouring columns, norm queries and keys without weights, and see their
-                chunk of the context alone; the fourth does none of that, and sharpens with the position
-    MLPs        experts in every layer or in some, others have an ordinary MLP; the sigmoid of a router's logit
-                multiplies what an expert reads; a shared expert beside them
-
-Attention here sees the whole context. Within the first chunk that is the same, so contexts end there.
+attention   three layers of four rotate neighbouring columns, norm queries and keys without weights, and see their
+            chunk of the context alone; the fourth does none of that, and sharpens with the position
+MLPs        experts in every layer or in some, others have an ordinary MLP; the sigmoid of a router's logit
+            multiplies what an expert reads; a shared expert beside them
 """
 
 from collections.abc import Iterator
@@ -15,7 +13,7 @@ from functools import partial
 import jax.numpy as jnp
 from flax import nnx
 
-from jpaged.api.errors import CheckpointError, UnsupportedModelError, shown
+from jpaged.api.errors import CheckpointError, shown
 from jpaged.models.blocks import Decoder, DecoderConfig, SequentialBlock, decoder_fields
 from jpaged.models.collectives import Collectives
 from jpaged.models.config_reader import ConfigReader
@@ -67,14 +65,14 @@ class Llama4Family:
         has_norms = read.flag("use_qk_norm", True)
         if has_norms:  # they come after the rotation, so they cancel its scale
             fields["ropes"] = (replace(rope, attention_scale=1.0),)
-        if (chunk := _chunk_size(read, rotated)) is not None:
-            fields["max_position_embeddings"] = min(fields["max_position_embeddings"], chunk)
         temperature = Temperature(read.number("attn_scale", 0.1), read.integer("floor_scale", 8192), shift=1)
         num_experts = read.integer("num_local_experts", 16)
         routing = Routing(per_token=read.integer("num_experts_per_tok", 1), score="sigmoid", renormalized=False)
         routing.check(num_experts)
         return Llama4Config(
             **fields | {"layer_ropes": tuple(0 if has_rope else None for has_rope in rotated)},
+            layer_windows=_chunks(read, rotated),
+            chunked_windows=True,
             temperature=temperature if _is_tempered(read) else None,
             qk_norm_eps=fields["norm_eps"] / rope.attention_scale**2 if has_norms else None,
             bias=read.flag("attention_bias", False),
@@ -144,26 +142,14 @@ def _rotated_layers(read: ConfigReader, num_layers: int) -> tuple[bool, ...]:
     return tuple(one == 1 for one in said[:num_layers])
 
 
-def _chunk_size(read: ConfigReader, rotated: tuple[bool, ...]) -> int | None:
-    """The tokens of a chunk, where layers see their chunk alone.
-
-    Raises:
-        UnsupportedModelError: the model is to be built for more tokens.
-    """
+def _chunks(read: ConfigReader, rotated: tuple[bool, ...]) -> tuple[int | None, ...]:
+    """Of each layer the tokens of a chunk, where queries see their chunk alone; None where they see all."""
     chunk = read.optional_positive("attention_chunk_size", 8192)
     default = tuple("chunked_attention" if one and chunk is not None else "full_attention" for one in rotated)
     kinds = read.layer_kinds(len(rotated), _LAYER_TYPES) or default
-    if "chunked_attention" not in kinds:
-        return None
-    if chunk is None:
+    if "chunked_attention" in kinds and chunk is None:
         raise CheckpointError("config.json: layer_types has chunked_attention, which needs an attention_chunk_size.")
-    if read.max_model_len is not None and read.max_model_len > chunk:
-        raise UnsupportedModelError(
-            f"max_model_len={read.max_model_len} is not supported: layers of this model see their own chunk of the"
-            f" context alone, of attention_chunk_size={chunk} tokens, and jpaged serves the first chunk; use at most"
-            f" {chunk}."
-        )
-    return chunk
+    return tuple(chunk if kind == "chunked_attention" else None for kind in kinds)
 
 
 def _is_tempered(read: ConfigReader) -> bool:

@@ -4,112 +4,73 @@ They differ in what `SparseLlamaConfig` says (routers, shared experts, dense lay
 the names of their checkpoints' tensors.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-import jax.numpy as jnp
-from flax import nnx
-
 from jpaged.api.errors import CheckpointError, shown
-from jpaged.models.blocks import Decoder, DecoderConfig, SequentialBlock, decoder_fields
-from jpaged.models.collectives import Collectives
 from jpaged.models.config_reader import ConfigReader
-from jpaged.models.experts import Routing, SparseConfig, feed_forward, sigmoid_routing
-from jpaged.models.layers import Attention
+from jpaged.models.experts import Routing, sigmoid_routing
+from jpaged.models.family import TEXT_PART_NAMES
 from jpaged.models.loading import pieces
-from jpaged.models.loading.pieces import Piece, TiedTensor
-from jpaged.models.norms import RMSNorm, RMSNormOfAllHeads
+from jpaged.models.loading.pieces import Piece
+from jpaged.models.rope import without_image_sections
+from jpaged.models.sparse_llama import SparseLlamaConfig, SparseLlamaFamily, sparse_fields
+
+_FUSED = "experts_in_one_tensor"
+"""As in `qwen_hybrid`: an entry of ours in config.json, whether one tensor has all experts of a layer."""
+_SHAPE = f"{_FUSED}_shape"
+"""The shape of a layer's gate and up then; None for that of published checkpoints."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SparseLlamaConfig(DecoderConfig, SparseConfig):
-    """qk_norm: queries and keys are RMS-normalised head by head before the rotation.
-    norms_of_all: all queries of a token are RMS-normalised together, and all keys.
-    qkv_bias, output_bias: which products of attention have biases.
-    """
+class Qwen3MoeFamily(SparseLlamaFamily):
+    """Qwen3-MoE, also as the text part of a Qwen3-VL, whose checkpoints have one tensor for all experts of a layer."""
 
-    qk_norm: bool = False
-    norms_of_all: bool = False
-    qkv_bias: bool = False
-    output_bias: bool = False
-
-
-@dataclass(frozen=True)
-class SparseLlamaFamily:
-    """One of the architectures. reads: its configuration. names, derived_tensors: of its checkpoints' tensors.
-    looks_ahead: checkpoints have one layer more, which predicts a token further.
-    """
-
-    model_type: str
-    reads: Callable[[ConfigReader], SparseLlamaConfig]
-    names: pieces.ExpertNames = pieces.USUAL_NAMES
-    looks_ahead: bool = False
-    derived_tensors: str = r"rotary_emb\.inv_freq$"
-
-    base_prefix = "model."
-
-    def passed_over(self, config: SparseLlamaConfig) -> str:
-        return rf"^model\.layers\.{config.num_layers}\." if self.looks_ahead else ""
+    other_types = ("qwen3_vl_moe",)
+    aliases = TEXT_PART_NAMES
+    fused_experts = _FUSED, "experts.gate_up_proj"
 
     def read_config(self, read: ConfigReader) -> SparseLlamaConfig:
-        return self.reads(read)
+        if "text_config" not in read.config:
+            return self._with_layout(self.reads(read), read.flag(_FUSED, False), read.config.get(_SHAPE))
+        part, fused = read.text_part("Qwen3MoeForCausalLM"), read.flag(_FUSED, True)
+        if part.config.get("model_type") is not None:
+            part.refuse(("model_type", "qwen3_vl_moe_text"))
+        shape = read.config.get(_SHAPE)
+        known = {**part.config, "norm_topk_prob": True, "use_sliding_window": False, _FUSED: fused, _SHAPE: shape}
+        text = ConfigReader(part.architecture, without_image_sections(known), part.max_model_len)
+        text = text.with_defaults(num_experts=text.integer("num_local_experts", 60), num_experts_per_tok=4)
+        text = text.with_defaults(num_key_value_heads=16, moe_intermediate_size=1408)
+        text = text.with_defaults(rope_theta=500000.0, max_position_embeddings=128000)
+        return self._with_layout(self.reads(text), fused, shape)
 
-    def module(self, config: SparseLlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> Decoder:
-        norm = partial(RMSNorm, config.hidden_size, config.norm_eps, dtype, rngs)
-        of_heads = partial(RMSNorm, config.head_dim, config.norm_eps, dtype, rngs)
+    def _with_layout(self, config: SparseLlamaConfig, fused: bool, shape: Any) -> SparseLlamaConfig:
+        if not fused:
+            return config
+        turned = shape is not None and list(shape[1:]) == [2 * config.expert_size, config.hidden_size]
+        return replace(config, fused_experts="outputs, inputs" if turned else "inputs, outputs")
 
-        def block(layer: int) -> SequentialBlock:
-            return SequentialBlock(
-                Attention(
-                    config,
-                    layer,
-                    dtype,
-                    rngs,
-                    qkv_bias=config.qkv_bias,
-                    output_bias=config.output_bias,
-                    collectives=collectives,
-                ),
-                feed_forward(config, layer, dtype, rngs, collectives),
-                attention_norm=norm(),
-                mlp_norm=norm(),
-                query_norm=of_heads() if config.qk_norm else None,
-                key_norm=of_heads() if config.qk_norm else None,
-                head_norms=RMSNormOfAllHeads(config, config.norm_eps, dtype, rngs) if config.norms_of_all else None,
-            )
-
-        return Decoder(config, block, norm, dtype, rngs, collectives)
-
-    def tensors(self, config: SparseLlamaConfig) -> Iterator[Piece | TiedTensor]:
-        hidden, order = config.hidden_size, config.columns
-        yield pieces.as_is("model.embed_tokens.weight", "embedding", config.vocab_size, hidden)
-        for i in range(config.num_layers):
-            theirs, ours = f"model.layers.{i}", f"layers.{i}"
-            yield pieces.norm(f"{theirs}.input_layernorm", f"{ours}.attention_norm", hidden)
-            attention = f"{theirs}.self_attn"
-            biases = {"qkv": config.qkv_bias, "out": config.output_bias}
-            yield from pieces.separate_qkv(attention, f"{ours}.attention", config, bias=biases["qkv"], order=order)
-            yield from pieces.output_projection(f"{attention}.o_proj", f"{ours}.attention", config, bias=biases["out"])
-            for norm in ("query", "key") if config.qk_norm else ():
-                scale = pieces.norm(f"{attention}.{norm[0]}_norm", f"{ours}.{norm}_norm", config.head_dim)
-                yield replace(scale, order=order)
-            if config.norms_of_all:
-                norms = f"{attention}.q_norm", f"{attention}.k_norm"
-                yield from pieces.head_norms(norms, f"{ours}.head_norms", config, flat=True, order=order)
-            yield pieces.norm(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm", hidden)
-            if config.dense_layers[i]:
-                yield from pieces.gated_mlp(f"{theirs}.mlp", f"{ours}.mlp", hidden, config.intermediate_size)
-            else:
-                yield from pieces.sparse_mlp(f"{theirs}.{self.names.block}", f"{ours}.mlp", config, self.names)
-        yield pieces.norm("model.norm", "norm", hidden)
-        yield pieces.head("lm_head.weight", "model.embed_tokens.weight", config)
+    def sparse_mlp(self, theirs: str, ours: str, config: SparseLlamaConfig) -> Iterator[Piece]:
+        if config.fused_experts is None:
+            yield from super().sparse_mlp(theirs, ours, config)
+            return
+        experts, hidden, inner = config.num_experts, config.hidden_size, config.expert_size
+        yield pieces.transposed(f"{theirs}.gate.weight", f"{ours}.router.gate", hidden, experts)
+        gate_up, down = f"{ours}.experts.gate_up", f"{ours}.experts.down"
+        if config.fused_experts == "outputs, inputs":
+            both, split, one = (experts, 2 * inner, hidden), (experts, 2, inner, hidden), (experts, hidden, inner)
+            yield Piece(f"{theirs}.experts.gate_up_proj", both, gate_up, split, (0, 3, 1, 2))
+            yield Piece(f"{theirs}.experts.down_proj", one, down, one, (0, 2, 1))
+        else:
+            both, split = (experts, hidden, 2 * inner), (experts, hidden, 2, inner)
+            yield Piece(f"{theirs}.experts.gate_up_proj", both, gate_up, split, (0, 1, 2, 3))
+            yield pieces.as_is(f"{theirs}.experts.down_proj", down, experts, inner, hidden)
 
 
 def _read_mixtral(read: ConfigReader) -> SparseLlamaConfig:
     """Jiang et al. 2024, arXiv:2401.04088: experts of the full inner width in every layer."""
     read = read.with_defaults(num_key_value_heads=8)
-    fields = _fields(
+    fields = sparse_fields(
         read,
         num_experts=read.integer("num_local_experts", 8),
         routing=Routing(per_token=read.integer("num_experts_per_tok", 2)),
@@ -167,7 +128,7 @@ def _qwen_fields(read: ConfigReader, num_experts: int, *, per_token: int, expert
         per_token=read.integer("num_experts_per_tok", per_token),
         renormalized=read.flag("norm_topk_prob", False),
     )
-    fields = _fields(read, num_experts=num_experts, routing=routing, default_length=32768)
+    fields = sparse_fields(read, num_experts=num_experts, routing=routing, default_length=32768)
     step, dense = read.integer("decoder_sparse_step", 1), read.config.get("mlp_only_layers") or []
     if not isinstance(dense, list | tuple) or not all(type(layer) is int for layer in dense):
         raise CheckpointError(f"config.json: mlp_only_layers must list layers by number, got {shown(dense)}.")
@@ -183,7 +144,7 @@ def _read_dots1(read: ConfigReader) -> SparseLlamaConfig:
     read = read.with_defaults(num_key_value_heads=32)
     routing = sigmoid_routing(read)
     num_experts = read.integer("n_routed_experts")
-    fields = _fields(read, num_experts=num_experts, routing=routing, default_length=2048)
+    fields = sparse_fields(read, num_experts=num_experts, routing=routing, default_length=2048)
     num_layers, expert_size = fields["num_layers"], read.integer("moe_intermediate_size", 1408)
     bias = read.flag("attention_bias", False)
     window, first = read.optional_positive("sliding_window", 4096), read.number("max_window_layers", 62)
@@ -206,7 +167,7 @@ def _read_glm4_moe(read: ConfigReader) -> SparseLlamaConfig:
     read = read.with_defaults(num_key_value_heads=8)
     routing = sigmoid_routing(read, per_token=8, renormalized=True)
     num_experts = read.integer("n_routed_experts", 128)
-    fields = _fields(
+    fields = sparse_fields(
         read,
         num_experts=num_experts,
         routing=routing,
@@ -231,7 +192,7 @@ def _read_olmoe(read: ConfigReader) -> SparseLlamaConfig:
     routing = Routing(per_token=read.integer("num_experts_per_tok", 8), renormalized=read.flag("norm_topk_prob", False))
     num_experts = read.integer("num_experts", read.integer("num_local_experts", 64))
     read = read.with_entries(intermediate_size=read.integer("intermediate_size", 2048))
-    fields = _fields(read, num_experts=num_experts, routing=routing, default_length=4096, default_eps=1e-5)
+    fields = sparse_fields(read, num_experts=num_experts, routing=routing, default_length=4096, default_eps=1e-5)
     bias = read.flag("attention_bias", False)
     return SparseLlamaConfig(
         **fields,
@@ -253,7 +214,7 @@ def _read_minimax_m2(read: ConfigReader) -> SparseLlamaConfig:
     num_experts = read.integer("num_local_experts", read.integer("num_experts", 256))
     routing = Routing(per_token=read.integer("num_experts_per_tok", 8), score="sigmoid", biased=True)
     sizes: dict[str, Any] = {"default_length": 196608, "default_theta": 5e6, "rotated_fraction": 1.0}
-    fields = _fields(read, num_experts=num_experts, routing=routing, **sizes)
+    fields = sparse_fields(read, num_experts=num_experts, routing=routing, **sizes)
     return SparseLlamaConfig(
         **fields,
         expert_size=fields["intermediate_size"],
@@ -262,38 +223,13 @@ def _read_minimax_m2(read: ConfigReader) -> SparseLlamaConfig:
     )
 
 
-def _fields(
-    read: ConfigReader,
-    *,
-    num_experts: int,
-    routing: Routing,
-    default_length: int,
-    default_theta: float = 10000.0,
-    default_eps: float = 1e-6,
-    rotated_fraction: float | None = None,
-) -> dict[str, Any]:
-    """What the families spell alike of a `SparseLlamaConfig`.
-
-    default_length: as of `decoder_fields`. default_theta, rotated_fraction: `theta` and that of `parse_rope`.
-
-    Raises:
-        CheckpointError: a token is to have more experts than there are, or groups are not equal ones.
-    """
-    routing.check(num_experts)
-    rope = {"theta": default_theta, "rotated_fraction": rotated_fraction}
-    head_dim = read.integer("hidden_size") // read.integer("num_attention_heads")
-    sizes: dict[str, Any] = {"default_length": default_length, "head_dim": head_dim, "default_eps": default_eps}
-    fields = decoder_fields(read, **sizes, rope=rope)
-    return fields | {"num_experts": num_experts, "routing": routing}
-
-
 _MIXTRAL_NAMES = pieces.ExpertNames(
     block="block_sparse_moe", gate="w1", up="w3", down="w2", correction="e_score_correction_bias"
 )
 MIXTRAL = SparseLlamaFamily("mixtral", _read_mixtral, _MIXTRAL_NAMES)
 MINIMAX_M2 = SparseLlamaFamily("minimax_m2", _read_minimax_m2, _MIXTRAL_NAMES)
 OLMOE = SparseLlamaFamily("olmoe", _read_olmoe)
-QWEN3_MOE = SparseLlamaFamily("qwen3_moe", _read_qwen3_moe)
+QWEN3_MOE = Qwen3MoeFamily("qwen3_moe", _read_qwen3_moe, derived_tensors=r"rotary_emb\.inv_freq$|^(model\.)?visual\.")
 QWEN2_MOE = SparseLlamaFamily("qwen2_moe", _read_qwen2_moe, pieces.ExpertNames(shared="shared_expert"))
 DOTS1 = SparseLlamaFamily("dots1", _read_dots1)
 GLM4_MOE = SparseLlamaFamily(

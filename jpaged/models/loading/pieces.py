@@ -178,6 +178,7 @@ class ExpertNames:
     down: str = "down_proj"
     shared: str = "shared_experts"
     correction: str = "gate.e_score_correction_bias"
+    router: str = "gate"
 
 
 USUAL_NAMES = ExpertNames()
@@ -365,7 +366,7 @@ def experts(
 def sparse_mlp(theirs: str, ours: str, config: SparseShape, names: ExpertNames = USUAL_NAMES) -> Iterator[Piece]:
     """The router, experts and shared experts of a layer, into a `SparseMLP`."""
     hidden = config.hidden_size
-    yield transposed(f"{theirs}.gate.weight", f"{ours}.router.gate", hidden, config.num_experts)
+    yield transposed(f"{theirs}.{names.router}.weight", f"{ours}.router.gate", hidden, config.num_experts)
     if config.routing.biased:
         correction = f"{theirs}.{names.correction}"
         yield as_is(correction, f"{ours}.router.correction", config.num_experts)

@@ -37,9 +37,10 @@ def route(logits: jax.Array, routing: ExpertChoice, correction: jax.Array | None
     logits: float32 [T, E]. correction: [E], added to the scores when experts are picked; or None.
     Returns int32 [T, k], the best first, and float32 [T, k].
     """
+    of_best = routing.renormalized and correction is None
     if routing.score == "softmax":
         # A softmax keeps the order, and of the best alone it is what renormalising one of all would give.
-        scores = logits if routing.renormalized else jax.nn.softmax(logits, axis=-1)
+        scores = logits if of_best else jax.nn.softmax(logits, axis=-1)
     else:
         scores = jax.nn.sigmoid(logits)
     choice = scores if correction is None else scores + correction.astype(jnp.float32)
@@ -53,7 +54,7 @@ def route(logits: jax.Array, routing: ExpertChoice, correction: jax.Array | None
     else:
         experts = _best(choice, routing.per_token)
         weights = jnp.take_along_axis(scores, experts, axis=-1)
-    if routing.renormalized and routing.score == "softmax":
+    if routing.score == "softmax" and of_best:
         weights = jax.nn.softmax(weights, axis=-1)
     elif routing.renormalized:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)  # as DeepSeek-V3

@@ -15,6 +15,7 @@ from tests.pallas_kernels.marks import ON_GPU, WITH_TRITON, needs_triton
 
 BEST, ALL = ExpertChoice(per_token=8), ExpertChoice(per_token=4, renormalized=False)
 EACH = ExpertChoice(per_token=8, score="sigmoid", factor=2.5, groups=8, kept_groups=4)
+CORRECTED = ExpertChoice(per_token=6, factor=1.5)
 CASES = {  # tokens, experts, choice, of the routers that families have
     "Qwen3-30B-A3B, one token": (1, 128, BEST),
     "Qwen3-30B-A3B, the largest single block": (32, 128, BEST),
@@ -31,6 +32,7 @@ CASES = {  # tokens, experts, choice, of the routers that families have
     ),
     "DeepSeek-V3": (19, 256, EACH),
     "dots.llm1": (6, 24, ExpertChoice(per_token=6, score="sigmoid", renormalized=False)),
+    "ERNIE 4.5": (9, 64, CORRECTED),
     "one expert": (3, 1, ExpertChoice(per_token=1)),
 }
 
@@ -90,9 +92,10 @@ def check_rows(found, logits, choice, live, first, held, height):
 
 
 def draw(seed, tokens, experts, choice):
-    """Logits, and a correction where scores are of each expert alone."""
+    """Logits, and a correction where scores are of each expert alone, or `CORRECTED`."""
     rng = np.random.default_rng(seed)
-    correction = rng.standard_normal(experts).astype(np.float32) if choice.score == "sigmoid" else None
+    corrected = choice.score == "sigmoid" or choice == CORRECTED
+    correction = rng.standard_normal(experts).astype(np.float32) if corrected else None
     return rng.standard_normal((tokens, experts)).astype(np.float32) * 2, correction
 
 

@@ -22,6 +22,7 @@ from jpaged.api.errors import UnsupportedModelError
 from jpaged.engine.interface import NULL_BLOCK
 from jpaged.executor.cache.groups import Place
 from jpaged.executor.cache.paged import Layers, PagedAttention, Pools, Read, Written, slot_mapping
+from jpaged.executor.cache.spec import LayerCache
 from jpaged.executor.cache.virtual.layout import VirtualCache
 from jpaged.models import row_tiles
 from jpaged.pallas_kernels import (
@@ -96,7 +97,7 @@ class ContiguousCache(VirtualCache):
     def _layers_type(self) -> type[Layers]:
         return _Pairs
 
-    def _attention(self, place: Place, pools: Pools, written: Written, read: Read, scales: tuple[float, float]) -> Any:
+    def _attention(self, place: Place, pools: Pools, written: Written, read: Read, kept: LayerCache) -> Any:
         assert read.shared is None
         addresses = self.addresses
         first = read.tables[:, place.group, 0]  # the place of the first page, from which on the others follow
