@@ -151,20 +151,17 @@ def _load_groups(logits, listed, count, i, VOCAB: tl.constexpr, GROUP: tl.conste
 
 @triton.jit
 def list_tokens(
-    logits, listed, count, floor, few, few_logits,
-    VOCAB: tl.constexpr, GROUP: tl.constexpr, PASS: tl.constexpr, ROOM: tl.constexpr,
-):  # fmt: skip
-    """Lists the tokens above the floor, all of which are in listed groups, in `few`, and their logits in `few_logits`.
-    Returns how many they are, or a number above ROOM if there is no room for all."""
+    logits, listed, count, floor, few, VOCAB: tl.constexpr, GROUP: tl.constexpr, PASS: tl.constexpr, ROOM: tl.constexpr
+):
+    """Lists the tokens above the floor, all of which are in listed groups, in `few`. Returns how many they are, or a
+    number above ROOM if there is no room for all."""
     i = 0
     held = 0
     while (i < count) & (held <= ROOM):
         x, at = _load_groups(logits, listed, count, i, VOCAB, GROUP, PASS)
-        x, at = tl.reshape(x, (PASS * GROUP,)), tl.reshape(at, (PASS * GROUP,))
-        has = (x > floor).to(tl.int32)
+        has = tl.reshape((x > floor).to(tl.int32), (PASS * GROUP,))
         place = held + tl.cumsum(has, axis=0) - has
-        tl.store(few + place, at, mask=(has != 0) & (place < ROOM))
-        tl.store(few_logits + place, x, mask=(has != 0) & (place < ROOM))
+        tl.store(few + place, tl.reshape(at, (PASS * GROUP,)), mask=(has != 0) & (place < ROOM))
         held += tl.sum(has, axis=0)
         i += PASS
     tl.debug_barrier()  # all see the list
@@ -172,29 +169,11 @@ def list_tokens(
 
 
 @triton.jit
-def load_tokens(few, few_logits, held, ROOM: tl.constexpr):
+def load_tokens(logits, few, held, ROOM: tl.constexpr):
     """Logits and ids of the listed tokens: [ROOM]; minus infinity where there is none."""
     place = tl.arange(0, ROOM)
     at = tl.load(few + place, mask=place < held, other=0)
-    return tl.load(few_logits + place, mask=place < held, other=-_INF), at
-
-
-@triton.jit
-def choose_few(x, at, k, share, top, rate, key0, key1):
-    """The token of a row, of a few tokens among which are all that are kept; minus infinity where there is none.
-
-    Every two are compared, so no threshold is searched and no draw refused. k: 0 for all. top: the row's largest logit.
-    """
-    is_above = x[None, :] > x[:, None]
-    kept = x > -_INF
-    if k > 0:
-        kept &= tl.sum(is_above.to(tl.int32), axis=1) < k
-    base = (x - top) * rate
-    if share < 1:
-        mass = tl.where(kept, tl.exp2(base), 0.0)
-        above = tl.sum(tl.where(is_above, mass[None, :], 0.0), axis=1)
-        kept &= (above <= 0) | (above < share * tl.sum(mass, axis=0))
-    return best_of(at, tl.where(kept, base + gumbel(uniform(at, key0, key1)), -_INF))
+    return without_nan(tl.load(logits + at, mask=place < held, other=-_INF)), at
 
 
 @triton.jit
@@ -214,15 +193,10 @@ def keep_share(x, at, token, logit, wanted, top, rate, key0, key1):
 
 
 @triton.jit
-def best_of(at, score):
-    """The token with the best score, the lowest id on ties."""
-    return tl.min(tl.where(score == tl.max(score, axis=0), at, _NO_TOKEN), axis=0)
-
-
-@triton.jit
 def best_above(x, at, score, floor):
     """The token with the best score among those above the floor, and its logit."""
-    token = best_of(at, tl.where(x > floor, score, -_INF))
+    score = tl.where(x > floor, score, -_INF)
+    token = tl.min(tl.where(score == tl.max(score, axis=0), at, _NO_TOKEN), axis=0)
     return token, tl.max(tl.where((at == token) & (x > floor), x, -_INF), axis=0)
 
 

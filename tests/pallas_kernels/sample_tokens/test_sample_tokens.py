@@ -126,16 +126,6 @@ def test_triton_s_kernels_read_the_kept_tokens_again_where_they_cannot_hold_them
     np.testing.assert_array_equal(triton.sample_tokens(Operands(*arguments), room=room), expected_tokens(*arguments))
 
 
-def share_alone(seed):
-    """Arguments with top_p and no other truncation, of rows that are cut into 11 parts of 128 tokens, mostly flat."""
-    rng = np.random.default_rng(seed)
-    logits, temperature, _, _, min_p, seeds, positions = draw_batch(seed, 12, 1400)
-    logits[:8] = rng.normal(size=(8, 1400)) * rng.uniform(0.3, 3, (8, 1))
-    logits[0] = np.round(logits[0])
-    top_p = np.tile([0.1, 0.5, 0.9, 0.98], 3).astype(np.float32)
-    return (logits, temperature, np.zeros(12, np.int32), top_p, 0 * min_p, seeds, positions)
-
-
 @pytest.mark.gpu
 @needs_triton
 @pytest.mark.parametrize("room", [8, 1024])
@@ -144,67 +134,18 @@ def test_triton_s_kernels_split_a_row_over_many_programs(seed, room):
     from jpaged.pallas_kernels.sample_tokens import triton
     from jpaged.pallas_kernels.sample_tokens.operands import Operands
 
-    arguments = share_alone(seed)
+    rng = np.random.default_rng(seed)
+    logits, temperature, _, _, min_p, seeds, positions = draw_batch(seed, 12, 1400)
+    logits[:8] = rng.normal(size=(8, 1400)) * rng.uniform(0.3, 3, (8, 1))
+    logits[0] = np.round(logits[0])
+    top_p = np.tile([0.1, 0.5, 0.9, 0.98], 3).astype(np.float32)
+    whole = (np.zeros(12, np.int32), np.ones(12, np.float32), 0 * min_p, seeds, positions)
+    arguments = (logits, temperature, whole[0], top_p, *whole[2:])
     expected = expected_tokens(*arguments)
     np.testing.assert_array_equal(triton.sample_tokens(Operands(*arguments), tile=64, part=128, room=room), expected)
-    refused = expected != expected_tokens(*keeping_all(arguments))
+    refused = expected != expected_tokens(logits, temperature, *whole)
     assert refused[:8].any()  # rows whose first draw is not kept,
     assert not refused[:8].all()  # and others
-
-
-@pytest.mark.gpu
-@needs_triton
-def test_a_row_s_token_is_the_same_whatever_ctas_share_it_and_whatever_rows_come_with_it():
-    from jpaged.pallas_kernels.sample_tokens import triton
-    from jpaged.pallas_kernels.sample_tokens.operands import Operands
-
-    arguments = share_alone(10)
-    expected = expected_tokens(*arguments)
-    cut = {"tile": 64, "part": 128}
-    for ctas in (1, 12 * 3, 12 * 11, 12 * 100):  # 2, 3 and 11 of a row; as many as it has parts; no more than those
-        np.testing.assert_array_equal(triton.sample_tokens(Operands(*arguments), **cut, ctas=ctas), expected)
-    for row in range(8):
-        alone = Operands(*[x[row : row + 1] for x in arguments])
-        assert triton.sample_tokens(alone, **cut)[0] == expected[row]
-
-
-@pytest.mark.gpu
-@needs_triton
-@pytest.mark.parametrize("room", [8, 1024])
-def test_a_first_draw_that_seemed_surely_kept_and_is_not_is_replaced(monkeypatch, room):
-    """The winners' estimate saves work and decides nothing."""
-    if jax.default_backend() != "cpu":
-        pytest.skip("Only the interpreter takes another function for a compiled kernel's.")
-    from jpaged.pallas_kernels.sample_tokens import triton
-    from jpaged.pallas_kernels.sample_tokens.operands import Operands
-
-    levels_around = triton.levels_around
-
-    def only_the_first(x, mass, logit, share):
-        levels, _ = levels_around(x, mass, logit, share)
-        return triton.tl.where(triton.tl.arange(0, levels.shape[0]) == 0, levels, np.inf), True
-
-    monkeypatch.setattr(triton, "levels_around", only_the_first)
-    arguments = share_alone(11)
-    expected = expected_tokens(*arguments)
-    assert (expected != expected_tokens(*keeping_all(arguments)))[:8].any()
-    tokens = triton.sample_tokens(Operands(*arguments), tile=64, part=128, room=room)
-    np.testing.assert_array_equal(np.asarray(tokens), expected)
-
-
-@pytest.mark.gpu
-@needs_triton
-@pytest.mark.parametrize("truncates", [False, True])
-def test_triton_s_kernels_leave_no_arrival_counted(truncates):
-    from jpaged.pallas_kernels.sample_tokens import triton
-    from jpaged.pallas_kernels.sample_tokens.operands import Operands
-
-    operands = Operands(*share_alone(12))
-    settings = triton.settings_of(operands)
-    left, _, *found = triton.scan(operands.logits, settings, truncates, tile=64, part=128)
-    if truncates:
-        left, _ = triton.choose(operands.logits, left, found, True, tile=64, part=128, room=64, ctas=48)
-    np.testing.assert_array_equal(left, triton.settings_of(operands))
 
 
 def test_no_rows_give_no_tokens():
