@@ -2,12 +2,8 @@
 `jpaged/pallas_kernels/{decode,ragged}_attention/triton.py`, and how sampling cuts a row.
 
     python benchmarks/triton_tiles.py decode --head-dim 128 --json tiles.json
-    python benchmarks/triton_tiles.py launches --json launches.json
 
 Each configuration of attention is measured on the first case; the best of them on the others. One JSON line a figure.
-
-`launches` measures the kernels of a draw, each alone in a program of many calls, and whole draws. What a draw takes
-beyond its kernels is XLA's: it makes the kernels' arguments and the next draw's positions.
 """
 
 import argparse
@@ -35,21 +31,9 @@ from jpaged.pallas_kernels.sample_tokens.operands import Operands as Draws
 
 DECODE_CASES = ((64, 4096), (256, 1024), (8, 16384), (32, 1024))
 RAGGED_CASES = ((16, 1024), (4, 4096), (1, 16384))
-SAMPLING_CASES = ((256, 0.95), (1, 0.95), (32, 0.95), (32, 0.1), (256, 1.0))  # rows, top_p
-SAMPLING_CUTS = (
-    (256, 2048, 264),
-    (256, 2048, 132),
-    (256, 2048, 528),
-    (256, 2048, 1056),
-    (512, 2048, 264),
-    (256, 4096, 264),
-    (512, 4096, 264),
-)
-"""Tokens that a warp handles at once, of a program, and CTAs that all rows share where top_p truncates them."""
-
-LAUNCH_ROWS = (1, 32, 256, 1000)
-LAUNCH_DRAWS = (("temperature", 0, 1.0), ("top_k 50", 50, 1.0), ("top_k 20, top_p 0.95", 20, 0.95))
-LAUNCH_DRAWS += (("top_p 0.95", 0, 0.95), ("top_p 0.1", 0, 0.1))
+SAMPLING_CASES = ((256, 0.95), (1, 0.95), (256, 1.0))  # rows, top_p
+SAMPLING_CUTS = ((512, 2048), (256, 2048), (256, 4096), (512, 4096), (1024, 4096))
+"""Tokens that a warp handles at once, and of a program."""
 
 Config = decode.Config | ragged.Config
 
@@ -129,52 +113,12 @@ def _same(built: Built) -> Built:
     return built
 
 
-def launch_case(launch: str, rows: int, top_k: int, top_p: float) -> Built:
-    """Calls of one kernel of a draw, over the logits of `sample_case`: each takes the settings that the one before
-    leaves as they were, so that they run one after the other."""
-    _, (positions, logits, arguments), calls, size = sample_case(rows, top_k, top_p, "triton")
-    cut = {"tile": sampling._TILE, "part": sampling._PART}
-    settings = sampling.settings_of(Draws(logits[0], *arguments, positions))
-    scan = jax.jit(lambda x, settings: sampling.scan(x, settings, True, **cut)[2:])
-    found = [scan(x, settings) for x in logits] if launch == "choose" else None
-
-    @jax.jit
-    def program(settings: jax.Array, logits: list[jax.Array], found: Any) -> jax.Array:
-        for i in range(calls):
-            x = logits[i % len(logits)]
-            if launch == "scan":
-                settings, *_ = sampling.scan(x, settings, True, **cut)
-            else:
-                of_x = found[i % len(logits)]
-                options = {"room": sampling._ROOM, "ctas": sampling._CTAS}
-                settings, _ = sampling.choose(x, settings, of_x, True, **cut, **options)
-        return settings
-
-    return program, (settings, logits, found), calls, size
-
-
-def launch_figures() -> list[dict[str, Any]]:
-    """Microseconds of each kernel of a draw, and of the draw."""
-    figures = []
-    for rows in LAUNCH_ROWS:
-        for name, top_k, top_p in LAUNCH_DRAWS:
-            figure: dict[str, Any] = {"rows": rows, "draw": name}
-            cases = {launch: partial(launch_case, launch, rows, top_k, top_p) for launch in ("scan", "choose")}
-            cases["draw"] = partial(sample_case, rows, top_k, top_p, "triton")
-            for launch, build in cases.items():
-                seconds, _ = measure(build, repeats=3)
-                figure[f"{launch}_us"] = statistics.median(seconds) * 1e6
-            figures.append(figure)
-            print(json.dumps(figure), flush=True)
-    return figures
-
-
 def compile_cuts(logits: jax.Array, arguments: Sequence[jax.Array], positions: jax.Array) -> None:
     """Compiles sampling's kernels in all cuts at once."""
     operands = Draws(logits, *arguments, positions)
 
-    def compile_one(cut: tuple[int, int, int]) -> None:
-        sampling.sample_tokens.lower(operands, tile=cut[0], part=cut[1], ctas=cut[2])
+    def compile_one(cut: tuple[int, int]) -> None:
+        sampling.sample_tokens.lower(operands, tile=cut[0], part=cut[1])
 
     with ThreadPoolExecutor(12) as pool_of_threads:
         for done in [pool_of_threads.submit(compile_one, cut) for cut in SAMPLING_CUTS]:
@@ -183,13 +127,13 @@ def compile_cuts(logits: jax.Array, arguments: Sequence[jax.Array], positions: j
 
 def sampling_figures() -> list[dict[str, Any]]:
     """Microseconds a draw, of each cut and case."""
-    figures: list[dict[str, Any]] = [{"tile": tile, "part": part, "ctas": ctas} for tile, part, ctas in SAMPLING_CUTS]
+    figures: list[dict[str, Any]] = [{"tile": tile, "part": part} for tile, part in SAMPLING_CUTS]
     for rows, top_p in SAMPLING_CASES:
         built = sample_case(rows, 0, top_p, "triton")
         positions, logits, arguments = built[1]
         compile_cuts(logits[0], arguments, positions)
         for of_cut in figures:
-            sampling._TILE, sampling._PART, sampling._CTAS = of_cut["tile"], of_cut["part"], of_cut["ctas"]
+            sampling._TILE, sampling._PART = of_cut["tile"], of_cut["part"]
             jax.clear_caches()
             seconds, _ = measure(partial(_same, built), repeats=3)
             of_cut[f"{rows} rows, top_p {top_p}"] = statistics.median(seconds) * 1e6
@@ -199,16 +143,15 @@ def sampling_figures() -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", choices=("decode", "ragged", "sampling", "launches"))
+    parser.add_argument("kind", choices=("decode", "ragged", "sampling"))
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--best", type=int, default=4, help="configurations that are measured on all cases")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     kind, head_dim = options.kind, options.head_dim
     kernels._BATCH_S = 0.02
-    if kind in ("sampling", "launches"):
-        figures_of_draws = sampling_figures() if kind == "sampling" else launch_figures()
-        options.json.write_text(json.dumps({"kind": kind, "figures": figures_of_draws}, indent=1))
+    if kind == "sampling":
+        options.json.write_text(json.dumps({"kind": kind, "figures": sampling_figures()}, indent=1))
         return
     setting = Setting(head_dim=head_dim) if head_dim <= 128 else Setting(16, 4, head_dim)
     first, *others = DECODE_CASES if kind == "decode" else RAGGED_CASES
