@@ -15,8 +15,9 @@
 # process alone. OUT gets a report for each run. The first run of each checkout compiles, unless JPAGED_CACHE_DIR holds
 # its programs. Compare two reports with `python benchmarks/compare.py OTHER.json THIS.json`. Of the other checkout, the
 # package `jpaged` is enough. SERVER_CORES and CLIENT_CORES, if set, are the cores (as taskset takes them) of both
-# servers and of what loads them. The exit code says whether all runs went well. Where BUDGET_S is set, throughput takes
-# at most so many seconds; runs for which none are left count as failed.
+# servers and of what loads them. With PARTS=1 the parts of both engines' loops are timed while they serve, and shown at
+# the end (`engine_parts/`); latencies are then longer. The exit code says whether all runs went well. Where BUDGET_S is
+# set, throughput takes at most so many seconds; runs for which none are left count as failed.
 set -uo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
 other=$(cd "${1:?the directory of another checkout}" && pwd)
@@ -58,13 +59,15 @@ throughput() { # MODEL LIMIT_S NAME
 }
 
 serving() { # MODEL RATE NUM_PROMPTS
-    local model=$1 work round which port
+    local model=$1 work round which port parts=
     local -A checkouts=([other]=$other [this]=$here) ports=([other]=8765 [this]=8766) servers=()
     work=$(mktemp -d)
     PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" "$here/benchmarks/dummy_model.py" "$model" "$work/$model"
     ulimit -n "$(ulimit -Hn)"
+    [[ -n ${PARTS:-} ]] && parts=$here/benchmarks/engine_parts
     for which in other this; do
-        (cd "${checkouts[$which]}" && PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} exec "${on_server_cores[@]}" "$PYTHON" \
+        (cd "${checkouts[$which]}" && export ENGINE_PARTS=${parts:+$OUT/parts-$model-$which.json} &&
+            PYTHONPATH=${parts:+$parts:}$PWD${PYTHONPATH:+:$PYTHONPATH} exec "${on_server_cores[@]}" "$PYTHON" \
             -m jpaged serve "$work/$model" --load-format dummy --served-model-name "$model" --port "${ports[$which]}" \
             --gpu-memory-utilization 0.4 --no-access-log >"$OUT/serve-$model-$which.log" 2>&1) &
         servers[$which]=$!
@@ -93,6 +96,11 @@ serving() { # MODEL RATE NUM_PROMPTS
             load "$model" "$which" inf 1000 "$((round + 100))" "inf-$round"
         done
     done
+    if [[ -n ${PARTS:-} ]]; then
+        for which in other this; do kill -USR2 "$(<"$OUT/parts-$model-$which.json.pid")"; done
+        sleep 2
+        "$PYTHON" "$parts/table.py" "$OUT/parts-$model-"{other,this}.json || FAILED=$((FAILED + 1))
+    fi
     for which in other this; do
         curl -sf "http://127.0.0.1:${ports[$which]}/metrics" >"$OUT/serve-$model-$which.metrics"
         kill -TERM "${servers[$which]}"
