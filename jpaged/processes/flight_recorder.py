@@ -81,7 +81,7 @@ class FlightRecorder:
     def planned(self, plan: StepPlan) -> None:
         """A step is about to be dispatched."""
         content = _Content(  # by position: with names it takes longer, in every step
-            plan.variant.value,
+            int(plan.variant),
             self._slots.num_computed.take(plan.decode_slots).tobytes(),
             [(c.slot, c.start, len(c.token_ids), c.samples) for c in plan.chunks[:_MOST_CHUNKS]],
             len(plan.chunks),

@@ -47,11 +47,15 @@ class DispatchedStep:
         self._prompt_scores = prompt_scores
         self._target_scores = target_scores
         self._pooled = pooled
-        self._brings_arrays = False
-        arrays = (sampled, prompt_scores and prompt_scores[0], target_scores and target_scores[0], pooled and pooled[0])
-        for array in jax.tree.leaves(arrays):
-            array.copy_to_host_async()
-            self._brings_arrays = True
+        logprobs = None if sampled is None else sampled.logprobs
+        brings_more = logprobs is not None or bool(prompt_scores or target_scores or pooled)
+        self._brings_arrays = sampled is not None or brings_more
+        if sampled is not None:
+            sampled.tokens_and_codes.copy_to_host_async()
+        if brings_more:  # few steps; to walk a tree takes as long as to start a copy
+            scores = prompt_scores and prompt_scores[0], target_scores and target_scores[0], pooled and pooled[0]
+            for array in jax.tree.leaves((logprobs, scores)):
+                array.copy_to_host_async()
 
     def is_ready(self) -> bool:
         if self._tokens_and_codes is not None:
@@ -65,10 +69,11 @@ class DispatchedStep:
             return self._result()
 
     def _result(self) -> StepResult:
-        tokens = np.full((self._num_rows,), NO_TOKEN, np.int32)
-        codes = np.full((self._num_rows,), FinishCode.RUNNING, np.int32)
         logprobs = ranked = None
-        if self._sampled is not None:
+        if self._sampled is None:
+            tokens = np.full((self._num_rows,), NO_TOKEN, np.int32)
+            codes = np.full((self._num_rows,), FinishCode.RUNNING, np.int32)
+        else:
             read = self._read(self._sampled.tokens_and_codes)[:, self._places]
             tokens, codes = read[:2]
             if len(read) > 2:
