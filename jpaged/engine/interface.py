@@ -174,8 +174,8 @@ class StepPlan:
         these tokens, or, where NO_TOKEN stands first, all but those behind it. Only slots whose `SamplingParams` have
         structured_outputs, and these only when their masks have changed.
     mask_tokens: int32 [m]; for each of them NO_TOKEN, or the token that is the slot's last from now on, in place of the
-        one that it sampled last. The slot is active, even if that one had ended it. The plan computes the slot; until
-        one samples it, each that computes it names it here again.
+        one that it sampled last. The slot is active, even if that one had ended it. The plan must compute the slot, and
+        later plans that do so must give the token again, up to the one that samples the slot.
     mask_backs: int32 [m]; computed tokens that the slot loses: its length shrinks by so many. 1 where that token is the
         one before the one that was sampled, and one more where the slot was in `run_ahead`.
     decode_slots: int32 [d]; slots that compute their last token and sample the next.

@@ -99,12 +99,12 @@ class ExecutorConfig:
 
     @property
     def whole_mask_buckets(self) -> tuple[int, ...]:
-        """How many masks with a bit for each token a program takes that does nothing else; more take several calls."""
+        """How many whole masks (a bit for each token) the programs `set_masks` take; more take several calls."""
         return (0, *sorted({min(size, self.max_num_seqs) for size in (8, 64)}))
 
     def whole_masks(self, batch: int) -> int:
-        """How many of them the sampling program takes: as many as most steps of so many rows bring, since all of them
-        are sent with each step.
+        """How many whole masks the sampling program of `batch` rows takes. Enough for most steps, but no more, since
+        unused places are sent with each step, too.
         """
         return min(batch, max(4, batch // 8), 24)
 

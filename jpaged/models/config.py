@@ -36,8 +36,8 @@ class ModelConfig:
     max_position_embeddings: the usable context in tokens, RoPE scaling included.
     layer_windows: per layer; the tokens a query sees, itself included, or None for all before it. Left out, no layer
         has a window; one that never limits anything is None.
-    chunked_windows: of a window a query sees its own chunk: chunks of so many tokens follow each other from the first
-        token on (Llama 4).
+    chunked_windows: a window is a chunk of the context (Llama 4): chunks of so many tokens follow each other from the
+        first token on, and a query sees its own chunk up to itself.
     layer_states: per layer; what a recurrent layer keeps of a sequence instead of its tokens, or None for attention.
         Left out, no layer is recurrent; one at least must not be.
     tie_word_embeddings: the embedding is the head.
@@ -266,7 +266,7 @@ def _restore(architecture: str, module: str, name: str, values: dict[str, Any]) 
 
 
 def _files_of_tensors(directory: Path) -> dict[str, str]:
-    """The names of a checkpoint's tensors, and of their files."""
+    """The file of each of a checkpoint's tensors, both by name."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         files = read_json(index).get("weight_map")

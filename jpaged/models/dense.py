@@ -28,8 +28,9 @@ def dense_causal_attend(
     Memory grows with T squared.
 
     qkv, rotation, norms, norm_eps: as in `pallas_kernels.split_qkv`; with value_dim as in `split_latents`.
-    sliding_window: a token sees this many tokens, itself included. chunked: those of them that are of its own chunk of
-        so many, counted from its sequence's first.
+    sliding_window: a token sees this many tokens, itself included.
+    chunked: of these it sees only its own chunk: chunks of sliding_window tokens follow each other from its sequence's
+        first token on.
     alibi_slopes: float32 [heads]; the score loses slope times distance.
     sinks: float [heads]; logits without values, which join the softmax of every token.
     segment_ids: int32 [T]; for several sequences in one row of tokens, each sees only its own. Bind it with

@@ -40,8 +40,8 @@ class Attend(Protocol):
         are still to be multiplied.
     scale: multiplies the product of query and key.
     sliding_window: tokens that a query sees, itself included; None for all before it.
-    chunked: of these it sees its own chunk: chunks of sliding_window tokens follow each other from a sequence's first
-        on. The caller gives it only where a layer has such chunks.
+    chunked: of these it sees only its own chunk: chunks of sliding_window tokens follow each other from a sequence's
+        first token on. The caller gives it only where a layer has such chunks.
     sinks: [heads], logits without values that join each softmax; the caller gives them only where a layer has some.
     value_dim: qkv has no values, [T, kv_heads, group + 1, head_dim]: they are the first so many columns of the keys, of
         which the cache keeps nothing else (`pallas_kernels.split_latents`). Given only where `ModelConfig.value_dim`
@@ -101,8 +101,9 @@ class Family(Protocol[Config]):
     the text part of multimodal checkpoints. And `quantizations`: values of "quant_method" in
     config.json's "quantization_config" of which loading makes plain numbers with quantization="none" ("mxfp4"). And
     `passed_over`: from a configuration another regular expression like `derived_tensors`, for layers that are not run.
-    And `fused_experts`: an entry that config.json is read with, and what a tensor's name ends with: the entry says
-    whether the checkpoint has such a tensor, where it has tensors; the entry and "_shape", what shape.
+    And `fused_experts`: the name of an entry, and what a tensor's name ends with. Where a directory has tensors,
+    config.json is read with two entries more: this one, whether there is such a tensor, and with "_shape" at its end,
+    the shape of the first one.
     """
 
     @property

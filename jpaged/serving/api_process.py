@@ -31,7 +31,7 @@ from jpaged.serving.workers import WorkerStart
 def main() -> int:
     """Returns when it has drained."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR1)  # whoever finds this process hanging asks where, before it kills it
+    faulthandler.register(signal.SIGUSR1)  # sent before a process that hangs is killed
     keep_torch_out()
     start = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerStart)
     end_with_parent(start.parent)
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def _beat(loop: asyncio.AbstractEventLoop, pulse: Pulse) -> None:
-    """The loop comes round, from now on and on."""
+    """Beats at each `IDLE_BEAT_S`, as long as the loop comes round."""
     pulse.beat()
     loop.call_later(IDLE_BEAT_S, _beat, loop, pulse)
 

@@ -1,9 +1,9 @@
-"""Accepts TLS connections under the limit that plain ones are under: a handshake that has not ended counts as one.
+"""Accepts TLS connections within the limit of plain ones: an unfinished handshake counts as a connection.
 
-    accept --> too many: closed, since nothing can be said before the handshake
-        `----> handshake, --header-timeout long --> `HttpConnection`, which may still say that there are too many
+    accept --> too many: closed, since there is no way to answer before the handshake
+        `----> handshake, at most --header-timeout --> `HttpConnection`, which may still answer 503 for too many
 
-An event loop's own server tells nobody of a connection before its handshake has ended, and waits a minute for that.
+asyncio's own server reports a connection only after its handshake, for which it waits a minute.
 """
 
 import asyncio
@@ -17,18 +17,18 @@ from jpaged.serving.http_connection import HttpConnection
 from jpaged.serving.middleware import access_log
 
 _ACCEPTED_AT_ONCE = 64
-"""Connections; then others have a turn."""
+"""Connections accepted before the event loop does something else."""
 _RETRY_S = 0.5
-"""After descriptors or memory did not suffice for a connection."""
+"""From a lack of descriptors or memory to the next attempt."""
 _GOODBYE_S = 5.0
 """For a client to end its half of a connection that we end."""
 _SHORTAGE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class TlsListener:
-    """A server on a socket that listens, as uvicorn wants one. It begins at once.
+    """A server on a listening socket, with what uvicorn needs of an `asyncio.Server`. It accepts from now on.
 
-    make_connection: for each client that is accepted. timeout_s: for its handshake.
+    make_connection: called for each client that is accepted. timeout_s: for its handshake.
     """
 
     def __init__(

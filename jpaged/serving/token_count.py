@@ -6,13 +6,13 @@
 from jpaged.text.tokenizer import Tokenizer
 
 _PIECE = 512
-"""Characters that are counted at once: in the time of a few tokens' JSON, on the event loop."""
+"""Characters of a call of the tokenizer. It runs on the event loop, and takes as long as the JSON of a few tokens."""
 
 
 class TokenCount:
-    """How many tokens a text has, as the tokenizer writes it. Without a tokenizer it has none.
+    """How many tokens the tokenizer makes of a text; 0 without a tokenizer.
 
-    A model may have written it with other tokens, so this may differ a little from how many it generated.
+    A model may have written the text with other tokens, so it may have generated a few more or fewer.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:

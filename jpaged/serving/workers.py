@@ -43,9 +43,9 @@ _END_S = 5.0
 _OF_USE_S = 10.0
 """An API process that ended before that had not served for long; the next one has to wait."""
 _LOOK_S = 1.0
-"""So often is a pulse looked at."""
+"""Between two looks at a pulse."""
 _TRACEBACK_S = 0.2
-"""A process that hangs gets this long to write where."""
+"""A process that hangs gets this long to write its traceback."""
 
 
 class WorkerStart(msgspec.Struct):
@@ -148,12 +148,12 @@ class _Worker:
         """Kills the process when its pulse is silent."""
         pulse, late, self._was_hanging = self._pulse, 0, False
         assert pulse is not None
-        while late < 2:  # once may be since this process has been stopped with it, and both go on
+        while late < 2:  # once may be because this process was stopped as well, and both go on
             await asyncio.sleep(min(_LOOK_S, self._hang_s / 4))
             late = late + 1 if pulse.silence_s() > self._hang_s else 0
         self._was_hanging = True
         with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGUSR1)  # it writes where it hangs, if it can
+            process.send_signal(signal.SIGUSR1)  # it writes its traceback, if it can
             await asyncio.sleep(_TRACEBACK_S)
             process.kill()
 

@@ -280,8 +280,7 @@ def test_so_many_run_in_the_background_and_no_more(monkeypatch):
 
 def recorded(num_bytes):
     record = EventRecord(1 << 30)
-    record.add(b"e" * 998 + b"\n\n")
-    for _ in range(num_bytes // 1000 - 1):
+    for _ in range(num_bytes // 1000):
         record.add(b"e" * 998 + b"\n\n")
     return record
 

@@ -69,8 +69,8 @@ class RunAhead:
         self.is_further[slots] = self._by_last_plan[slots] = False
 
     def plan(self, plan: PlanInProgress, rows: np.ndarray, waiting: np.ndarray, late: np.ndarray) -> np.ndarray:
-        """Says what the device computes behind this plan's sampling. Returns those of the other slots that are among
-        it, int64 [n].
+        """Sets what the device computes after this plan's sampling. Returns the slots among it that are not in `rows`,
+        int64 [n].
 
         rows: slots that sample in the plan. waiting: those that could run, but are not in the plan. late: those that
             cannot, as their masks are in the making, or it is not known yet whether their last token counts.

@@ -135,7 +135,7 @@ class BlockManager:
         return slot not in self._forked
 
     def own_last_blocks(self, slots: np.ndarray) -> np.ndarray:
-        """The same of each of some slots: int64 [n] -> bool [n]."""
+        """`owns_last_block` of each of these slots: int64 [n] -> bool [n]."""
         if not self._forked:
             return np.ones((len(slots),), np.bool_)
         return np.array([slot not in self._forked for slot in slots.tolist()], np.bool_)

@@ -1,14 +1,16 @@
 """Attention within chunks of the context (Llama 4): a query sees the tokens of its own chunk, up to itself.
 
-Kernels need not know. A row's table begins at its chunk, and the row ends where the chunk does:
+Attention kernels need no mask for it. A row with queries in several chunks becomes a row for each of them, whose table
+begins at the chunk's first block and whose length ends with the chunk:
 
-    chunk 8, blocks of 4    tokens  0...|4...|8...|12..|16..            table      length  queries
-    a row, queries 13 .. 17                        [    q    q]q        2 3 4      18      5
-    becomes two rows                         [    q    ]                2 3        8       3
-                                                         [q   ]         4 -        2       2
+    chunk 8, blocks of 4    tokens  0...|4...|8...|12..|16..      table        length   queries
+    a row, queries 13 .. 17        [                qqq|qq]       0 1 2 3 4    18       5
+    becomes two rows                         [      qqq]          2 3          8        3
+                                                       [qq]       4 -          2        2
 
-Positions within a row stay in order, and no kernel reads others. So chunks begin where blocks do, and each row is as
-many rows as a step's tokens can have chunks; those without queries are empty.
+Kernels compare positions only within a row, so counting them from the chunk's first token changes nothing; but chunks
+must begin where blocks do. Shapes are static: each row becomes as many rows as a step's tokens can touch chunks, and
+those without queries are empty.
 """
 
 import jax.numpy as jnp
@@ -18,10 +20,10 @@ from jpaged.api.errors import InvalidParameterError
 
 
 def blocks_of_chunk(chunk: int, block_size: int) -> int:
-    """How many blocks a chunk has, both in tokens.
+    """How many blocks a chunk has. chunk, block_size: in tokens.
 
     Raises:
-        InvalidParameterError: they are not whole.
+        InvalidParameterError: block_size does not divide the chunk.
     """
     if chunk % block_size:
         raise InvalidParameterError(
@@ -33,7 +35,14 @@ def blocks_of_chunk(chunk: int, block_size: int) -> int:
 def decode_chunks(
     tables: Int[Array, "rows blocks"], kv_lens: Int[Array, " rows"], chunk: int, block_size: int
 ) -> tuple[Int[Array, "rows chunk_blocks"], Int[Array, " rows"]]:
-    """Tables and lengths of rows of which each has one query, the last token's; of its chunk alone."""
+    """Tables and lengths for rows with one query each, that of the last token, which sees its own chunk alone.
+
+    tables: int32; block ids of each row. kv_lens: int32; its tokens, 0 for an empty row. chunk, block_size: in tokens.
+    Returns tables and lengths of the rows' last chunks, both int32.
+
+    Raises:
+        InvalidParameterError: block_size does not divide the chunk.
+    """
     number = jnp.maximum(kv_lens - 1, 0) // chunk
     return _tables(tables, number, blocks_of_chunk(chunk, block_size)), kv_lens - number * chunk
 
@@ -47,10 +56,14 @@ def mixed_chunks(
     block_size: int,
     tokens: int,
 ) -> tuple[Int[Array, "parts chunk_blocks"], Int[Array, " parts"], Int[Array, " parts+1"]]:
-    """Tables, lengths and starts of queries of the rows that a step's rows become. The first num_decodes, which have
-    one query each, stay first.
+    """Tables, lengths and query starts of the rows that a step's rows become; int32, like those given. The first
+    num_decodes rows, which have one query each, stay first and stay one row each.
 
-    query_starts, num_decodes: as of `mixed_attention`. tokens: the most queries that a row has.
+    tables, kv_lens, chunk, block_size: as of `decode_chunks`. query_starts, num_decodes: as of `mixed_attention`.
+    tokens: the most queries that a row has.
+
+    Raises:
+        InvalidParameterError: block_size does not divide the chunk.
     """
     rows, parts = kv_lens.shape[0], 1 + -(-(tokens - 1) // chunk)
     index = jnp.arange(rows * parts, dtype=jnp.int32)
@@ -74,7 +87,7 @@ def mixed_chunks(
 def _tables(
     tables: Int[Array, "rows blocks"], number: Int[Array, " rows"], blocks: int
 ) -> Int[Array, "rows chunk_blocks"]:
-    """Each row's table of the chunk of this number. Behind a table's end its last entry stands."""
+    """Each row's block table of the chunk of this number. Entries past the end of a row's table repeat its last one."""
     width = tables.shape[1]
     index = number[:, None] * blocks + jnp.arange(min(blocks, width), dtype=jnp.int32)
     return jnp.take_along_axis(tables, jnp.minimum(index, width - 1), axis=1)

@@ -59,8 +59,11 @@ class Written(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What a step's rows read: the tables through which they do (or one group's, as kernels number blocks), their
-    tokens, and `PagedAttention`'s mixed, shared."""
+    """What a step's rows read.
+
+    tables: block tables of all groups; for one layer, that of its group, with blocks as kernels number them.
+    kv_lens: tokens of each row. mixed, shared: as of `PagedAttention`.
+    """
 
     tables: Tables | Int[Array, "rows blocks"]
     kv_lens: Int[Array, " rows"]
@@ -206,7 +209,8 @@ class PagedCache:
     def _attention(
         self, place: Place, pools: Pools, written: Written, read: Read, kept: LayerCache
     ) -> "PagedAttention":
-        """Of a layer that keeps this, with any `pool`. place: its group, and which layer of its array it is."""
+        """The attention of a layer, with any `pool`. place: its group, and which layer of its array it is. kept: its
+        entry in `spec`."""
         window = self.groups[place.group].window
         read = read._replace(tables=self._kernel_table(place, read.tables))
         if kept.chunked and window is not None:
@@ -222,7 +226,7 @@ class PagedCache:
         )
 
     def _of_chunks(self, read: Read, chunk: int, tokens: int) -> Read:
-        """What rows read where queries see their own chunk alone (`chunks.py`). tokens: of the step."""
+        """`read` with rows cut at chunks (`chunks.py`). chunk: in tokens. tokens: how many the step has."""
         block_size = self._kernel_block_size
         if read.mixed is None:
             return Read(*decode_chunks(read.tables, read.kv_lens, chunk, block_size), None, None)
@@ -279,10 +283,12 @@ class PagedAttention:
         layer with a sliding window does without, since it reads no more than its window.
     window: of the layer's group, by which blocks are given back.
     scales: what keys and what values are divided by before they are rounded to e4m3.
-    chunked: `block_tables`, `kv_lens` and `mixed` are of rows that see their own chunk alone, of `window` tokens.
+    chunked: queries see their own chunk alone, of `window` tokens; `block_tables`, `kv_lens` and `mixed` are those of
+        rows that were cut at chunks (`chunks.py`).
 
     Raises, when called:
-        UnsupportedModelError: the layer attends by another window than its entry in `layer_windows`.
+        UnsupportedModelError: the layer attends by another window than its entry in `layer_windows`, or by chunks
+            where `chunked_windows` does not say so, or the other way round.
     """
 
     pool: Float[Array, "blocks arrays kv_heads block_size head_dim"]

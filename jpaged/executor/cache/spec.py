@@ -21,7 +21,8 @@ class LayerCache:
 
     kv_heads: heads of keys and values, on one device. head_dim: columns of a key.
     window: the most tokens that a query sees, its own included; None: all before it. Older tokens need not be kept.
-    chunked: of these it sees those of its own chunk, of `window` tokens, counted from the first one on.
+    chunked: a query sees only its own chunk, up to itself: chunks of `window` tokens follow each other from the
+        sequence's first token on.
     value_dim: values are the first so many columns of keys; None where they are kept apart, as wide as keys.
     scales: what keys and what values are divided by before they are rounded to e4m3.
     """

@@ -74,7 +74,7 @@ class ExecutableCache:
             device.client.platform_version,
             default_device(),
             registry.compilers(),
-            limits.asked_for(),
+            limits.most_rows(),
             os.environ.get("XLA_FLAGS", ""),
             settings_of_programs(),
             _source_digest() if self._directory else "",

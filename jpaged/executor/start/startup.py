@@ -136,7 +136,7 @@ def _check_kernel_variables() -> None:
     """
     try:
         native_calls.asked_for()
-        limits.asked_for()
+        limits.most_rows()
     except ValueError as wrong:
         raise InvalidParameterError(str(wrong)) from None
 

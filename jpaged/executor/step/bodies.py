@@ -32,11 +32,14 @@ class RowFlags:
 
     DECODE = 1  # the query is the slot's last token, which the device has
     SAMPLES = 2  # a token is sampled after the query
-    RENEWED = 4  # the slot has lost the token that it sampled last: it is active, and the host gives the query
+    RENEWED = 4  # the slot has lost the token that it sampled last: it is active, and the host sends the query's token
 
 
 class Rows(NamedTuple):
-    """What the sampling program needs to know of a step's rows. active: which of them have been computed."""
+    """What the sampling program needs to know of a step's rows.
+
+    samples: which sample a token. active: which have been computed, because their slots have not ended.
+    """
 
     slots: Int[Array, " rows"]
     samples: Bool[Array, " rows"]
@@ -129,9 +132,10 @@ class _Body(StepProgram):
 class Decode(_Body):
     """One token for each of `batch` slots. A slot that stopped, like a padded row, writes to the null block.
 
-    One of `last_tokens` is its slot's in place of the token that was sampled. The slot is shorter by `backs` tokens,
-    whose places are computed again; and it is active, since only the token that it has lost can have ended it. Who
-    samples the row stores its new token, and that it is active; until then the host gives the token again.
+    A slot with an entry in `last_tokens` loses the token that it sampled last and gets this one instead. It becomes
+    shorter by `backs` tokens, whose places are computed again. It counts as active, since only the lost token can have
+    ended it. The state learns of the new token and of the slot being active when the row is sampled; until then the
+    host sends the token with each body that computes the slot.
 
     shares_prefix: whether what the first rows share is read once for all of them.
     """

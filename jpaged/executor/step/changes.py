@@ -4,7 +4,7 @@ update             ends, starts and block-table entries
 init_full          makes the full sampling state, when some request first asks for something kept there
 start_full         writes a slot's row of it
 known_tokens       counts the tokens that a slot starts with
-set_masks[W]       what slots may sample from now on, where the step's sampling program does not take it in
+set_masks[W]       what slots may sample from now on, where it is not sent with the step's sampling program
 move_beams[N]      slots go on from other slots, with the tokens that a search chose
 """
 
@@ -144,7 +144,7 @@ class MoveBeams(StepProgram):
 
 @dataclass(frozen=True)
 class SetMasks(StepProgram):
-    """Takes in masks that the step's sampling program does not, at most `whole` of them with a bit for each token."""
+    """Writes masks that are not sent with the step's sampling program, at most `whole` of them with a bit a token."""
 
     whole: int
 

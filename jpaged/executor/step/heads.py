@@ -83,7 +83,7 @@ def abstract_rows(count: int) -> Rows:
 @dataclass(frozen=True)
 class Sample(StepProgram):
     """The head of a step: logits, one token a row, and the tests that end a sequence on the device. The masked variant
-    also takes in what the host says that slots may sample from now on.
+    first writes the masks that the host sends.
 
     variant: of those that programs exist for (`Setup.program_variant`).
     """
@@ -117,7 +117,7 @@ class Sample(StepProgram):
         return ("state", *more.get(self.variant, ()))
 
     def mask_room(self, setup: Setup) -> MaskRoom | None:
-        """What the masked variant takes in; None for the others."""
+        """How many masks the masked variant is sent; None for the others."""
         is_masked = self.variant == SamplingVariant.MASKED
         return MaskRoom.of(self.batch, setup.config.whole_masks(self.batch)) if is_masked else None
 

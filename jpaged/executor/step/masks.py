@@ -1,13 +1,13 @@
-"""What constrained slots may sample from now on, in the packed input of a program that takes it in (`sample`, of masked
+"""Masks, which say what constrained slots may sample from now on, in the packed input of a program (`sample` of masked
 rows, or `set_masks`).
 
-    slots      [N]         the null slot where there is no further one
-    num_whole              so many slots, the first ones, have a mask in `whole`
+    num_whole              how many slots, the first ones, have their mask in `whole`
+    slots      [N]         the null slot in unused places
     ends       [N]         where in `listed` the tokens of each slot end; they begin where those of the slot before end
-    listed     [L]         tokens that a slot may sample, or behind NO_TOKEN those that it may not
+    listed     [L]         tokens that a slot may sample; where NO_TOKEN comes first, tokens that it may not sample
     whole      [W, words]  a bit for each token
 
-Most masks are short lists, so that places for their tokens are shared between the slots.
+Most masks are short lists, so the slots share the places for listed tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,12 +26,12 @@ from jpaged.executor.step.packing import Field
 from jpaged.executor.step.program import Setup
 
 _LISTED_TOKENS_A_SLOT = 16
-"""For which there is room. Half of the rows of a random model guess, whose lists are of one; a list of the others has
-some ten."""
+"""Places for listed tokens, on average over a program's slots. With a random model, half of the lists have one token
+(those of rows that guess), and the others some ten."""
 
 
 class MaskRoom(NamedTuple):
-    """How much of it a program takes at once: slots, listed tokens of all together, and masks of bits."""
+    """How much a program takes at once: slots, listed tokens of all slots together, and whole masks (a bit a token)."""
 
     slots: int
     listed: int
@@ -39,11 +39,11 @@ class MaskRoom(NamedTuple):
 
     @classmethod
     def of(cls, slots: int, whole: int) -> "MaskRoom":
-        """For so many slots, and so many masks of bits. There is room for any one list."""
+        """For so many slots, and so many whole masks. Any one list fits."""
         return cls(slots, max(FEW_TOKENS, _LISTED_TOKENS_A_SLOT * slots), whole)
 
     def fields(self, setup: Setup) -> dict[str, Field]:
-        """For the end of a packed layout: nobody reads masks behind those that there are, so they have no padding."""
+        """The fields, for the end of a packed layout: `whole` has no padding, as only the first num_whole are read."""
         return {
             "num_whole": Field((), 0),
             "slots": Field((self.slots,), setup.config.null_slot),
@@ -55,9 +55,10 @@ class MaskRoom(NamedTuple):
     def fill(
         self, host: Mapping[str, np.ndarray], slots: np.ndarray, masks: Sequence[np.ndarray], which: Sequence[int]
     ) -> list[int]:
-        """Writes those masks that there is room for. Returns the others.
+        """Writes masks into a new buffer, as many as fit.
 
-        slots, masks: as of `StepPlan`. which: of them, by place; so are the others.
+        host: views of the buffer's fields. slots, masks: `StepPlan.mask_slots` and `masks`. which: the indices of the
+        masks to write. Returns those of the masks that did not fit.
         """
         whole = [i for i in which if masks[i].dtype != np.int32]
         listed = [i for i in which if masks[i].dtype == np.int32] if whole else list(which)
@@ -76,7 +77,10 @@ class MaskRoom(NamedTuple):
 
 
 def take_masks(masks: UInt[Array, "slots words"], host: Mapping[str, Array]) -> UInt[Array, "slots words"]:
-    """The masks of all slots, with what the host has sent. host: the fields of a `MaskRoom`, unpacked."""
+    """Replaces the masks of the slots that the host names.
+
+    masks: a bit for each token, of all slots and the null slot. host: the fields of a `MaskRoom`, unpacked.
+    """
     slots, ends, listed, words = host["slots"], host["ends"], host["listed"], masks.shape[1]
     begins = jnp.concatenate([jnp.zeros((1,), ends.dtype), ends[:-1]])
     row = (jnp.arange(len(listed))[:, None] >= ends).sum(axis=1)

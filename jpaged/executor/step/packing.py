@@ -19,8 +19,8 @@ ArrayT = TypeVar("ArrayT", np.ndarray, jax.Array)
 
 class Field(NamedTuple):
     """The shape of a field, and what stands in it where the host has nothing to say: values that make a program do
-    nothing, one for all or one for each place of the last axis. None for a field at the end of its layout that is only
-    read as far as others say: it takes time to fill a large one.
+    nothing, one for all or one for each place of the last axis. None leaves a field unfilled, which saves
+    time where it is large: for the last fields of a layout, of which programs read only as much as other fields say.
     """
 
     shape: tuple[int, ...]

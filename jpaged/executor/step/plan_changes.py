@@ -2,7 +2,7 @@
 
 [gather] --> [update] --> [copy_states[N]] --> [move_beams[N]] --> [scatter] --> [copy_blocks[N]]
 
-Masks come with the step's sampling, and `set_masks[W]` before it takes those that this has no room for.
+Masks go to the device with the step's sampling; `set_masks[W]` runs before it for those that do not fit.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class PlanChanges:
         self._host_chunks = HostChunks()
 
     def dispatch(self, plan: StepPlan) -> None:
-        """Everything of `plan` but its step, and what is sent with that."""
+        """Everything that `plan` changes before its step, but for what is sent with the step's own programs."""
         for out in plan.swap_outs:
             self._swap_out(out)
         if len(plan.ends) or plan.starts:
@@ -153,8 +153,8 @@ class PlanChanges:
             self._run(program, packed=buffer)
 
     def set_masks(self, plan: StepPlan, which: Sequence[int]) -> None:
-        """Some of a plan's masks, by place. In calls of at most the largest size: a mask takes as many bits as the
-        vocabulary has tokens.
+        """Writes some of a plan's masks. which: their indices. It takes as many calls as they need, since a program has
+        few places for whole masks, each with a bit for every token of the vocabulary.
         """
         sizes = self._setup.config.whole_mask_buckets
         while which:

@@ -1,4 +1,5 @@
-"""Slots that lose the token that they sampled last; the body that computes them next is told so with its rows."""
+"""Slots that lose the token that they sampled last. The host sends this with the rows of the next body that computes
+them."""
 
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ from jpaged.engine.interface import NO_TOKEN, StepPlan
 
 
 class Renewals(NamedTuple):
-    """int32 [n] each: slots, their last tokens from now on, and by how many tokens they are shorter."""
+    """Arrays int32 [n]: slots, their last tokens from now on, and how many computed tokens they lose."""
 
     slots: np.ndarray
     tokens: np.ndarray
@@ -16,12 +17,12 @@ class Renewals(NamedTuple):
 
     @classmethod
     def of(cls, plan: StepPlan) -> "Renewals":
-        """Those of a plan (`StepPlan.mask_tokens`)."""
+        """All of a plan's (`StepPlan.mask_tokens`)."""
         some = np.flatnonzero(plan.mask_tokens != NO_TOKEN)
         return cls(plan.mask_slots[some], plan.mask_tokens[some], plan.mask_backs[some])
 
     def among(self, slots: np.ndarray) -> tuple[np.ndarray, "Renewals"]:
-        """Those of some slots, int32 [r], all distinct: where they stand among these, int64 [n], and what they are."""
+        """The renewals of some slots, int32 [r], all distinct; before them their indices into `slots`, int64 [n]."""
         if not len(self.slots) or not len(slots):
             return np.zeros((0,), np.int64), self._some(np.zeros((0,), np.int64))
         order = np.argsort(slots)
@@ -31,7 +32,7 @@ class Renewals(NamedTuple):
         return rows[are_here], self._some(are_here)
 
     def without(self, slots: np.ndarray) -> "Renewals":
-        """Those of all other slots."""
+        """The renewals of all slots but these."""
         return self._some(~np.isin(self.slots, slots))
 
     def _some(self, which: np.ndarray) -> "Renewals":

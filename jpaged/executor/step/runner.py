@@ -7,7 +7,7 @@
              decode[B], shared_decode[B] or mixed[T] --> [set_masks[W]] --> [sample[B, variant]] --> handle
                                                     '--> [score[T] ..., pool[T]] --------------------'
 
-Masks come with a masked variant's sample; set_masks is for those that it has no room for, and for other variants.
+Masks are sent with a masked variant's sample; set_masks is for masks that do not fit there, and for other variants.
 
 With `StepPlan.run_ahead` the next plan's decode[B] follows at once, and its hidden states wait for that plan's sample.
 
@@ -449,7 +449,7 @@ class Runner:
 
 
 def _slots_of(plan: StepPlan) -> np.ndarray:
-    """Of a plan's rows, int32 [rows]."""
+    """The slots of a plan's rows, int32 [rows]: those that decode, then those of chunks."""
     return np.concatenate([plan.decode_slots, np.array([chunk.slot for chunk in plan.chunks], np.int32)])
 
 

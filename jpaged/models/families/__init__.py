@@ -55,7 +55,7 @@ _ERNIE45 = About("ERNIE 4.5", "0.3B, base and post-trained", "as Llama; interlea
 _ERNIE45_MOE = About(
     "ERNIE 4.5 MoE", "21B-A3B, 300B-A47B", "as ERNIE 4.5; experts chosen by a softmax with a correction; shared experts"
 )
-_HUNYUAN = About("Hunyuan", "0.5B, 1.8B, 4B, 7B", "as Llama; norms of queries and keys behind the rotation")
+_HUNYUAN = About("Hunyuan", "0.5B, 1.8B, 4B, 7B", "as Llama; norms of queries and keys after the rotation")
 _HUNYUAN_MOE = About("Hunyuan MoE", "A13B", "as Hunyuan; experts, of which one is shared")
 _GEMMA = About("Gemma", "Gemma 2B, 7B; CodeGemma", "norms times 1 + w; scaled embeddings; gated GELU; tied head")
 _GEMMA2 = About("Gemma 2", "2B, 9B, 27B", "as Gemma; norms before and after; soft caps; windows in every second layer")

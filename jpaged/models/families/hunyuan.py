@@ -1,8 +1,7 @@
-"""Hunyuan (Tencent 2025): Llama's layers, whose queries and keys are normed behind the rotation; also with experts, of
+"""Hunyuan (Tencent 2025): Llama's layers, whose queries and keys are normed after the rotation; also with experts, of
 which one is shared.
 
-RoPE of type "dynamic" with an "alpha" has one base for all lengths: theta * alpha ** (d / (d - 2)), d being the columns
-of a head.
+RoPE of type "dynamic" with an "alpha" has one base for all lengths: theta * alpha ** (d / (d - 2)), with d = head_dim.
 """
 
 from collections.abc import Mapping
@@ -36,7 +35,7 @@ class RotatedFirst(Attention):
         backend: str | None = "xla",
         temperature: jax.Array | None = None,
     ) -> PartialSum:
-        """As `Attention`'s. norms: of each query and of each key."""
+        """As `Attention.__call__`. norms: that of each query head and that of each key head."""
         assert isinstance(norms, tuple)
         of_queries, of_keys = norms
 
@@ -85,7 +84,11 @@ def _read(read: ConfigReader, num_experts: int) -> SparseLlamaConfig:
 
 
 def _with_base(read: ConfigReader) -> ConfigReader:
-    """With RoPE's base in the place of its "alpha"."""
+    """With the base that RoPE's "alpha" stands for; other entries as they are.
+
+    Raises:
+        CheckpointError: heads are too narrow for the formula.
+    """
     parameters = read.config.get("rope_scaling") or read.config.get("rope_parameters") or {}
     kind = parameters.get("rope_type") or parameters.get("type") if isinstance(parameters, Mapping) else None
     if kind != "dynamic" or not parameters.get("alpha"):
@@ -100,7 +103,11 @@ def _with_base(read: ConfigReader) -> ConfigReader:
 
 
 def _same(read: ConfigReader, name: str, default: int) -> int:
-    """A positive integer, which may stand there once for each layer."""
+    """A positive integer, or a list with an entry for each layer, all of them equal.
+
+    Raises:
+        UnsupportedModelError: layers differ.
+    """
     value = read.config.get(name)
     if isinstance(value, list | tuple) and value:
         if any(one != value[0] for one in value):

@@ -7,11 +7,11 @@
     added_to      residual + products * scales                                  attention's output, down
     activated     activation(gate) * up, of w [2 N, K]: rows for the next       gate and up
 
-A decode step of few rows spends as long on what stands between its products as a small kernel takes to start. Here a
-layer of Llama is six kernels: four of these, RoPE with the KV write, and attention. Values, scales and sums are rounded
+In a decode step of few rows, each kernel between two products takes about as long as its launch. With these products a
+layer of Llama is six kernels: four of them, RoPE with the KV write, and attention. Values, scales and sums are rounded
 where `round_rows` and the product of its rows round them, so results are equal but for the order of sums.
 
-"triton" is taken up to as many rows as `limits` says.
+"triton" is picked for as many rows as `limits` says.
 """
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ from jpaged.pallas_kernels.round_rows.operands import Sums
 
 
 def _on_hopper(device: Any, *arguments: Any) -> bool:
-    """Hopper has no kernel of its own for it."""
+    """There is no Mosaic kernel, so Hopper may pick Triton's."""
     return is_hopper(device)
 
 
@@ -36,15 +36,15 @@ OP = Op("few_rows_fp8_product", __package__, also={"triton": _on_hopper})
 
 
 def sums_of(rows: UnroundedRows, w: jax.Array, scale: jax.Array, *, backend: str | None = None) -> Sums:
-    """The product, whose scales are still to be multiplied.
+    """rows @ w.T without scales, and the scales to multiply it with.
 
     Args:
-        rows: [M, K].
+        rows: [M, K], which stand for bfloat16, float16 or float32 (`UnroundedRows.dtype`).
         w: float8_e4m3fn [N, K].
         scale: float32 [N], of w's rows.
         backend: "triton" or "xla"; None picks by device and shapes.
     Returns:
-        [M, N].
+        [M, N], with the scales of rows and of w.
     Raises:
         ValueError: an argument does not fit; it is named.
     """
@@ -62,7 +62,7 @@ def added_to(
         residual: [M, N], of the rows' dtype.
         rows, w, scale, backend: as in `sums_of`.
     Returns:
-        [M, N].
+        [M, N], of the rows' dtype.
     Raises:
         ValueError: an argument does not fit; it is named.
     """
@@ -74,14 +74,14 @@ def added_to(
 def activated(
     rows: UnroundedRows, w: jax.Array, scale: jax.Array, activation: str, *, backend: str | None = None
 ) -> UnroundedRows:
-    """activation(gate) * up, in float32, as rows for the next product, with their largest magnitudes.
+    """activation(gate) * up as rows for the next product.
 
     Args:
         rows, backend: as in `sums_of`.
-        w, scale: of [2 N, K] and [2 N], gates before what they multiply.
+        w, scale: as in `sums_of`, but [2 N, K] and [2 N]: first all gates, then what they multiply.
         activation: as of `gated_product`.
     Returns:
-        [M, N].
+        [M, N], x in float32; from Triton's kernel with the largest magnitudes of its strips.
     Raises:
         ValueError: an argument does not fit; it is named.
     """
@@ -95,8 +95,10 @@ def activated(
 
 
 def takes_rows(count: int, w: jax.Array, dtype: Any, backend: str | None) -> bool:
-    """Whether a kernel is to be taken for so many rows of this dtype, rather than `round_rows` and a product of its
-    rows. w, backend: as in `sums_of`."""
+    """Whether to use a kernel of this op for so many rows of this dtype, instead of `round_rows` and a product.
+
+    w, backend: as in `sums_of`.
+    """
     if count == 0:
         return False
     x = jax.ShapeDtypeStruct((count, w.shape[1]), dtype)

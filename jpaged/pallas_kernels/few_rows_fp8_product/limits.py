@@ -1,34 +1,21 @@
-"""Up to how many rows FP8 products round their rows themselves."""
+"""Up to how many rows FP8 products round their rows themselves: none, unless the environment asks for it.
+
+On an H200 `round_rows` and XLA's products are faster (docs/kernels.md); on other GPUs neither is measured.
+"""
 
 import os
 
-from jpaged.pallas_kernels.common.triton_targets import FAMILY, capability
-
 VARIABLE = "JPAGED_FEW_FP8_ROWS"
-
-_MOST_ROWS = dict.fromkeys(FAMILY.values(), 0)
-"""By family of GPUs. 0 where it was not measured that this is faster than `round_rows` and XLA's product."""
-
-
-def asked_for() -> int | None:
-    """What the environment variable says; None if nothing.
-
-    Raises:
-        ValueError: that is no number of rows.
-    """
-    value = os.environ.get(VARIABLE, "").strip()
-    if not value:
-        return None
-    if not value.isdecimal():
-        raise ValueError(f"{VARIABLE} must be a number of rows, 0 for never, got {value!r}; unset it to choose by GPU.")
-    return int(value)
 
 
 def most_rows() -> int:
-    """For the device that kernels are compiled for; more than a kernel takes go elsewhere anyway.
+    """The most rows to use the kernel for, of the environment variable; 0 if it is not set. It may be more than the
+    kernel takes, which refuses them itself.
 
     Raises:
-        ValueError: as `asked_for`.
+        ValueError: the variable is not a whole number from 0 up.
     """
-    asked = asked_for()
-    return _MOST_ROWS.get(FAMILY.get(capability(), 0), 0) if asked is None else asked
+    value = os.environ.get(VARIABLE, "").strip()
+    if value and not value.isdecimal():
+        raise ValueError(f"{VARIABLE} must be a number of rows, 0 for never, got {value!r}; unset it for never.")
+    return int(value or 0)

@@ -16,12 +16,13 @@ import jax
 class UnroundedRows:
     """Rows [M, K] as a product reads them that rounds them itself, as `round_rows` would.
 
-    x: floats [M, K].
-    norm: the scale [K] of an RMS norm of x, of x's type or float32; None for no norm.
-    largest: int32 [P, M], bits of float32 numbers: the largest magnitude of each of P parts of a row of x; None where
-        it is not known. Goes with no norm.
+    x: [M, K], of `dtype` or float32.
+    norm: the scale [K] of an RMS norm of x, of x's dtype or float32; None for no norm.
+    largest: int32 [P, M], the bits of float32 numbers: the largest magnitude of each of P parts of a row of x; None if
+        not known. Cannot be given with a norm.
     norm_eps, input_scale, upper_bound: as of `round_rows`.
-    dtype: of what results of the rows are meant for; x may be wider.
+    dtype: of the rows that x stands for, and of results made of them; x may be float32 all the same, as `activated`
+        gives it.
     """
 
     x: jax.Array

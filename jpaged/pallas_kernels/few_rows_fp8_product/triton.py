@@ -7,10 +7,8 @@
                     sums += weights @ x.T             transposed: outputs are the rows that a tensor core wants many of
         at the end: sums * scales + residual, or activation(gate) * up and its largest magnitudes, or sums alone
 
-What a step rounds is little beside the weights that it multiplies, as long as rows are few. Inputs are not split among
-CTAs: whoever adds parts up would be a kernel more, or read all of them in each CTA.
-
-Results of a strip are complete, so the product that follows finds its rows complete, too.
+Every CTA rounds all rows, which is little beside the weights that it multiplies as long as rows are few. Inputs are not
+split among CTAs, so a strip's results are complete; to add up parts would take another kernel.
 """
 
 from dataclasses import dataclass
@@ -48,10 +46,11 @@ _ONE = (Config(64, 256, 4, 8), Config(32, 512, 4, 8), Config(64, 128, 4, 6))
 _FEW = (Config(64, 256, 4, 8), Config(64, 256, 4, 7), Config(64, 128, 4, 6))
 _SMALL = (Config(64, 128, 4, 8), Config(32, 128, 4, 12), Config(64, 128, 4, 5))
 _TABLE = {80: (_SMALL, _SMALL), 86: (_SMALL, _SMALL), 90: (_ONE, _FEW), 100: (_ONE, _FEW), 120: (_SMALL, _SMALL)}
-"""By family of GPUs: for one row, and for more; for sums, sums with a residual, and an activation. Not measured."""
+"""By family of GPUs: for one row, and for more; for sums, sums with a residual, and an activation. Not measured
+against other tiles."""
 
 ROWS = 8
-"""The most rows: the least that tensor cores multiply by is as many."""
+"""The most rows: a tensor core's product has at least 8 columns."""
 
 _PIECE = 4096
 """Numbers of the rows, at most, that a CTA reads at once while it looks for the largest."""
@@ -73,7 +72,7 @@ def unsupported(rows: UnroundedRows, w: jax.Array) -> str | None:
 
 
 def worthwhile(rows: UnroundedRows, w: jax.Array) -> bool:
-    """For as many rows as it was measured to be faster for, or as the environment says."""
+    """For as many rows as the environment says (`limits`)."""
     del w
     return rows.shape[0] <= most_rows()
 
@@ -89,7 +88,7 @@ def few_rows_fp8_product(
     config = config or default_config(count, added=residual is not None, gated=gated)
     strips, own = triton.cdiv(outputs, config.outputs), 1 if count == 1 else ROWS
     parts = 0 if rows.largest is None else rows.largest.shape[0]
-    # What there is not stands for itself as another array, which the kernel does not read.
+    # In place of an array that is not given the kernel gets another one, which it does not read.
     optional = [rows.x if one is None else one for one in (rows.norm, rows.largest, rows.input_scale)]
     kept, eight_bits = type_of_sums(dtype), rounds_activations(devices.default_device())
     out = jax.ShapeDtypeStruct((count, outputs), jnp.float32 if gated else kept if residual is None else dtype)

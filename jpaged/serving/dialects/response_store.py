@@ -3,8 +3,9 @@
     | conversations and answers of those that run | their events | those that have ended, with their events |
     0                                                                                         `--max-response-bytes`
 
-Those that run in the background hold memory, too (`Holding`). Where there is no room for more of them, the oldest that
-have ended give way, then the oldest events of the run that has the most; in the end the run itself fails.
+Responses that run in the background hold memory, too (`Holding`). When one of them needs more than is left, the oldest
+responses that have ended are dropped, then the oldest events of the running response that has most of them. If that is
+not enough, the response that needs more fails.
 """
 
 from collections import OrderedDict
@@ -15,12 +16,11 @@ import msgspec
 
 from jpaged.serving.dialects.event_record import EventRecord
 from jpaged.serving.errors import ApiError, OverloadedError
-from jpaged.serving.limits import RETRY_AFTER_S
+from jpaged.serving.limits import RETRY_AFTER_S, ServerLimits
 
 MAX_STORED = 1024
-DEFAULT_MAX_BYTES = 256 << 20
 _LEAST_SHRUNK = 64 << 10
-"""Events give way for so many bytes at once."""
+"""At least so many bytes of events are dropped at once."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class _Kept:
 
 
 class Holding:
-    """What a response that runs holds: its conversation, and what has come of its answer.
+    """The memory of a response that runs: its conversation, and its answer so far.
 
     record: of its events; None without.
 
     Attributes:
-        num_bytes, num_event_bytes: that the store has counted.
+        num_bytes, num_event_bytes: as the store last counted them; of conversation and answer, and of events.
     """
 
     def __init__(self, store: "ResponseStore", record: EventRecord | None) -> None:
@@ -60,10 +60,10 @@ class Holding:
 class ResponseStore:
     """The last responses and the conversations behind them, in memory.
 
-    max_bytes: of all of them, and of those that run.
+    max_bytes: of kept and running responses together.
     """
 
-    def __init__(self, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+    def __init__(self, max_bytes: int = ServerLimits.max_response_bytes) -> None:
         self._max_bytes = max_bytes
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._num_bytes = 0  # of those
