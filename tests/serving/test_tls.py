@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import uvicorn
@@ -161,7 +162,7 @@ def test_handshakes_that_come_at_once_are_counted_one_by_one(certificate):
     most_seen = 0
 
     class Connection(asyncio.Protocol):
-        handshakes = set()
+        handshakes: ClassVar[set[asyncio.Protocol]] = set()
 
         def has_room_for_handshake(self):
             nonlocal most_seen
