@@ -75,23 +75,28 @@ class TlsListener:
                 return
             connection = self._make_connection()
             if connection.has_room_for_handshake():
-                task = self._loop.create_task(self._shake_hands(sock, connection))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._begin(sock, connection)
             else:
                 sock.close()
 
-    async def _shake_hands(self, sock: socket.socket, connection: HttpConnection) -> None:
-        connection.handshakes.add(connection)
-        try:
-            sock.setblocking(False)
-            with contextlib.suppress(OSError, TimeoutError):  # the client's fault, or it is gone
-                await self._loop.connect_accepted_socket(
-                    lambda: connection,
-                    sock,
-                    ssl=self._context,
-                    ssl_handshake_timeout=self._timeout_s,
-                    ssl_shutdown_timeout=_GOODBYE_S,
-                )
-        finally:
+    def _begin(self, sock: socket.socket, connection: HttpConnection) -> None:
+        connection.handshakes.add(connection)  # now, so that the next one that is accepted with it finds it counted
+        task = self._loop.create_task(self._shake_hands(sock, connection))
+        self._tasks.add(task)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
             connection.handshakes.discard(connection)
+
+        task.add_done_callback(ended)
+
+    async def _shake_hands(self, sock: socket.socket, connection: HttpConnection) -> None:
+        sock.setblocking(False)
+        with contextlib.suppress(OSError, TimeoutError):  # the client's fault, or it is gone
+            await self._loop.connect_accepted_socket(
+                lambda: connection,
+                sock,
+                ssl=self._context,
+                ssl_handshake_timeout=self._timeout_s,
+                ssl_shutdown_timeout=_GOODBYE_S,
+            )

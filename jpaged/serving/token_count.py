@@ -19,9 +19,12 @@ class TokenCount:
         self._tokenizer = tokenizer
         self._counted = 0
         self._rest = ""
+        self._num_of_rest: int | None = 0  # None: not counted yet
 
     def add(self, text: str) -> None:
         """More of the text."""
+        if not text:
+            return
         begin, self._rest = 0, self._rest + text
         while len(self._rest) - begin > _PIECE:
             # Nearly all tokenizers split at spaces anyway; without any, the count may be one too high.
@@ -29,11 +32,13 @@ class TokenCount:
             end = begin + _PIECE if end < 0 else end
             self._counted += self._len(self._rest[begin:end])
             begin = end
-        self._rest = self._rest[begin:]
+        self._rest, self._num_of_rest = self._rest[begin:], None
 
     @property
     def num_tokens(self) -> int:
-        return self._counted + self._len(self._rest)
+        if self._num_of_rest is None:  # else: of another choice there is news
+            self._num_of_rest = self._len(self._rest)
+        return self._counted + self._num_of_rest
 
     def _len(self, text: str) -> int:
         return len(self._tokenizer.encode(text, add_special_tokens=False)) if text and self._tokenizer else 0

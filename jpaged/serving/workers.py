@@ -119,7 +119,7 @@ class _Worker:
         """Starts the process again whenever it ends. Raises EngineDeadError when that is too often."""
         while True:
             assert self.process is not None
-            begun = time.monotonic()
+            begun, self._was_hanging = time.monotonic(), False
             watching = asyncio.ensure_future(self._kill_when_silent(self.process))
             try:
                 code = await self.process.wait()
@@ -146,7 +146,7 @@ class _Worker:
 
     async def _kill_when_silent(self, process: Process) -> None:
         """Kills the process when its pulse is silent."""
-        pulse, late, self._was_hanging = self._pulse, 0, False
+        pulse, late = self._pulse, 0
         assert pulse is not None
         while late < 2:  # once may be because this process was stopped as well, and both go on
             await asyncio.sleep(min(_LOOK_S, self._hang_s / 4))

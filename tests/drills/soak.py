@@ -35,6 +35,7 @@ import contextlib
 import json
 import os
 import random
+import select
 import signal
 import socket
 import sys
@@ -583,6 +584,21 @@ def _marked(mark: str) -> list[int]:
     return found
 
 
+def _left(mark: str, within_s: float) -> list[int]:
+    """Those that have not ended within this time. Returns as soon as none is left."""
+    end = time.monotonic() + within_s
+    while left := _marked(mark):
+        with contextlib.suppress(ProcessLookupError):
+            fd = os.pidfd_open(left[0])
+            try:
+                ended, _, _ = select.select([fd], [], [], max(0.0, end - time.monotonic()))
+            finally:
+                os.close(fd)
+            if not ended:
+                return left
+    return []
+
+
 def drill(args: argparse.Namespace) -> bool:
     with tempfile.TemporaryDirectory() as name, small_disk(Path(name), DISK_KIB) as disk:
         directory, mark = disk or Path(name), f"{os.getpid()}-{time.monotonic_ns()}"
@@ -605,10 +621,7 @@ def drill(args: argparse.Namespace) -> bool:
         failures = report["failures"]
         if server.process.returncode != 0:
             failures.append(f"the server ended with exit code {server.process.returncode}")
-        end = time.monotonic() + HELPERS_END_S
-        while (left := _marked(mark)) and time.monotonic() < end:
-            time.sleep(0.1)
-        if left:
+        if left := _left(mark, HELPERS_END_S):
             failures.append(f"processes {left} are left")
         files = [path.name for path in temporary.iterdir()]
         if len(files) > MOST_STEP_FILES or not all(name.startswith("jpaged-steps-") for name in files):

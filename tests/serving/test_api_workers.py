@@ -19,7 +19,7 @@ import pytest
 
 from jpaged import cli
 from jpaged.api.config import EngineArgs
-from jpaged.api.errors import InvalidParameterError, ModelNotFoundError
+from jpaged.api.errors import EngineDeadError, InvalidParameterError, ModelNotFoundError
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.engine.sequences.request import RequestStatus
@@ -296,6 +296,20 @@ def test_an_api_process_that_goes_on_with_the_first_one_is_left_alone(monkeypatc
         pulse.close()
 
     asyncio.run(scene())
+
+
+def test_that_one_hung_is_not_said_of_the_next_which_ends_at_once():
+    async def wait():
+        return 1
+
+    worker = workers._Worker(1, None, 0, 60.0)
+    worker.process, worker._pulse, worker._was_hanging = SimpleNamespace(pid=7, wait=wait), Pulse.create(), True
+    links = [SimpleNamespace(board=SimpleNamespace(clear_gauges=lambda number: None))]
+    with (
+        contextlib.closing(worker._pulse),
+        pytest.raises(EngineDeadError, match="API process 7 ended with exit code 1"),
+    ):
+        asyncio.run(worker.keep(None, SimpleNamespace(links=links)))
 
 
 def test_a_killed_api_process_that_is_not_started_again_ends_the_others_and_the_server(tmp_path):

@@ -17,9 +17,11 @@ from jpaged.frontend.inputs import ProcessedInput
 from jpaged.serving.dialects import background, responses
 from jpaged.serving.dialects.background import BackgroundResponses
 from jpaged.serving.dialects.event_record import EventRecord
+from jpaged.serving.dialects.items import Item
 from jpaged.serving.dialects.response_store import ResponseStore
 from jpaged.serving.dialects.responses import ResponsesRequest
 from jpaged.serving.dialects.responses_answer import ResponsesAnswer
+from jpaged.serving.dialects.routes import _Handlers
 from jpaged.serving.errors import ApiError, OverloadedError
 from tests.serving.server_process import KEY, Server
 
@@ -318,8 +320,64 @@ def test_all_responses_share_one_bound_and_the_oldest_that_have_ended_give_way_f
     assert kept_ones(store) == ["resp_9"]
 
 
+def test_a_run_that_finds_no_room_takes_no_other_along():
+    store = ResponseStore(1000)
+    greedy, modest = store.hold(400, None), store.hold(500, None)
+    with pytest.raises(OverloadedError, match="--max-response-bytes"):
+        greedy.grow_to(600)
+    modest.grow_to(550)  # before the other has ended
+    greedy.release()
+    modest.release()
+    store.hold(1000, None).release()  # nothing is counted twice
+    with pytest.raises(OverloadedError, match="hold 0 bytes"):
+        store.hold(1001, None)
+
+
+@pytest.mark.parametrize("kind", ["text", "reasoning", "call"])
+def test_a_run_that_found_room_finds_room_to_be_kept(kind):
+    tool = {"type": "function", "name": "f" * 60, "description": "d" * 5000, "parameters": {"type": "object"}}
+    body = ResponsesRequest(input="hi" * 500, instructions="i" * 3000, background=True, tools=[tool])
+    body.metadata, body.top_logprobs, body.include = {"a": "b" * 500}, 2, ["message.output_text.logprobs"]
+    store = ResponseStore()
+    about = context("chatcmpl-1")
+    about.prompts = [ProcessedInput("hi", [1], ())]
+    answer = ResponsesAnswer(responses.chat_of(body, store), about, body, store)
+    position = {5: Logprob(-1.0123456789012345, 1, "\n\u00fc"), 6: Logprob(-2.0123456789012345, 2, "\t")}
+    for _ in range(200):
+        if kind == "reasoning":
+            answer._add("reasoning", "\n\u00fc")
+        elif kind == "call":
+            answer._open(Item("call", len(answer.items), "call_" + "c" * 24, "f" * 60))
+            answer._more_of('{"a": "\\n\u00fc"}')
+        else:
+            completion = CompletionOutput(0, "\n\u00fc", [5], 0.0, [position])
+            answer.chunk(0, RequestOutput("chatcmpl-1", "hi", [1], [completion], False))
+    last = CompletionOutput(0, "", [], 0.0, None, finish_reason="length")
+    answer.chunk(0, RequestOutput("chatcmpl-1", "hi", [1], [last], True))
+    tight = answer._store = ResponseStore(answer.num_bytes)
+    tight.hold(answer.num_bytes, None).release()
+    answer.end()
+    answer.keep()
+    assert tight.response("resp_1")["status"] == "incomplete"
+
+
+def test_a_cancelled_response_is_answered_even_if_the_store_has_given_it_up():
+    cancelled = []
+
+    async def cancel():
+        cancelled.append(True)
+
+    run = SimpleNamespace(cancel=cancel, answer=SimpleNamespace(message=lambda: {"status": "cancelled"}))
+    handlers = SimpleNamespace(
+        _check_store=lambda *_: None, _background=SimpleNamespace(get={"resp_1": run}.get), _store=ResponseStore()
+    )
+    request = SimpleNamespace(path_params={"id": "resp_1"})
+    answer = asyncio.run(_Handlers.cancel_response(handlers, request))
+    assert (json.loads(answer.body), cancelled) == ({"status": "cancelled"}, [True])
+
+
 def test_a_new_response_in_the_background_is_refused_while_others_fill_the_memory(tmp_path):
-    server = Server(tmp_path / "log", "--max-response-bytes", "30000")
+    server = Server(tmp_path / "log", "--max-response-bytes", "60000")
     try:
         body = {"background": True, "ignore_eos": True, "max_output_tokens": 900}
         many = []

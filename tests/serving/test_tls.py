@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import uvicorn
@@ -24,6 +25,7 @@ from jpaged.serving.http_connection import limited_protocol
 from jpaged.serving.limits import ServerLimits
 from jpaged.serving.options import ServerOptions
 from jpaged.serving.server import _Server
+from jpaged.serving.tls_listener import TlsListener
 
 HASTY_S = 0.4
 BEGIN_OF_HELLO = b"\x16\x03\x01\x02\x00\x01"
@@ -154,6 +156,37 @@ def test_half_done_handshakes_count_as_connections(certificate):
         for one in flood:
             one.close()
         ask_until(port, certificate, b"200")
+
+
+def test_handshakes_that_come_at_once_are_counted_one_by_one(certificate):
+    most_seen = 0
+
+    class Connection(asyncio.Protocol):
+        handshakes: ClassVar[set[asyncio.Protocol]] = set()
+
+        def has_room_for_handshake(self):
+            nonlocal most_seen
+            most_seen = max(most_seen, len(self.handshakes))
+            return len(self.handshakes) < 5
+
+    async def trial(sock):
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        tls.load_cert_chain(certificate[1], certificate[0])
+        listener = TlsListener(sock, tls, Connection, 60.0)
+        reader, _ = await asyncio.open_connection(*sock.getsockname())  # it is accepted behind all others
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        num_begun = len(Connection.handshakes)
+        listener.close()
+        await listener.wait_closed()
+        return num_begun, len(Connection.handshakes)
+
+    with socket.create_server(("127.0.0.1", 0)) as sock, contextlib.ExitStack() as clients:
+        for _ in range(20):
+            clients.enter_context(connected(sock.getsockname()[1]))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            assert runner.run(trial(sock)) == (5, 0)
+    assert most_seen == 5
 
 
 def test_a_handshake_that_does_not_end_is_cut_off_when_headers_would_be(certificate):

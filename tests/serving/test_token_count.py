@@ -41,6 +41,23 @@ def test_a_text_without_spaces_is_counted_in_bounded_pieces():
     assert longest <= 512
 
 
+def test_asking_again_counts_nothing_again():
+    asked = []
+
+    class Watched:
+        def encode(self, text, add_special_tokens):
+            asked.append(text)
+            return [0] * len(text)
+
+    count = TokenCount(Watched())
+    count.add("some words")
+    assert [count.num_tokens for _ in range(3)] == [10, 10, 10]
+    count.add("")
+    assert (count.num_tokens, asked) == (10, ["some words"])
+    count.add(" more")
+    assert (count.num_tokens, asked) == (15, ["some words", "some words more"])
+
+
 def test_without_a_tokenizer_there_is_nothing_to_count():
     count = TokenCount(None)
     count.add("words " * 1000)

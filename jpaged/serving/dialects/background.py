@@ -108,7 +108,7 @@ class BackgroundResponses:
         assert isinstance(job.answer, ResponsesAnswer)
         try:
             holding = self.store.hold(job.answer.num_bytes, EventRecord(job.max_unsent_bytes) if records else None)
-        except OverloadedError:
+        except BaseException:
             job.ticket.close()
             raise
         run = Run(self._engine, job, holding)

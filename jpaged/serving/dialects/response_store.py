@@ -49,11 +49,11 @@ class Holding:
         self._store = store
 
     def grow_to(self, num_bytes: int) -> None:
-        """It holds so much, apart from its events. Raises OverloadedError if there is no room."""
+        """It holds so much, apart from its events. Raises OverloadedError if there is no room; then it holds none."""
         self._store.make_room(self, num_bytes)
 
     def release(self) -> None:
-        """It runs no more."""
+        """It runs no more. May be called again."""
         self._store.release(self)
 
 
@@ -86,14 +86,17 @@ class ResponseStore:
         while (excess := self._num_running - self._max_bytes) > 0:
             most = max(self._holdings, key=lambda one: one.num_event_bytes)
             if most.record is None or not most.num_event_bytes:
-                raise self._full()
+                error = self._full()
+                self.release(holding)  # at once: others that want room before this run has ended shall not fail, too
+                raise error
             most.record.drop(max(excess, _LEAST_SHRUNK))
             self._count(most, most.num_bytes)
 
     def release(self, holding: Holding) -> None:
         """See `Holding.release`."""
-        self._holdings.discard(holding)
-        self._num_running -= holding.num_bytes + holding.num_event_bytes
+        if holding in self._holdings:
+            self._holdings.remove(holding)
+            self._num_running -= holding.num_bytes + holding.num_event_bytes
 
     def _count(self, holding: Holding, num_bytes: int) -> None:
         num_event_bytes = 0 if holding.record is None else holding.record.num_bytes

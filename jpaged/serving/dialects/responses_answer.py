@@ -28,6 +28,8 @@ from jpaged.serving.protocol import ChatCompletionRequest
 from jpaged.serving.token_count import TokenCount
 from jpaged.text.turns.parser import TurnDelta
 
+_ITEM_BYTES, _END_BYTES = 400, 1000
+"""Of an item without its text, in the answer and in the conversation; of what is said of an answer at its end."""
 _LOGPROB_BYTES = 400
 """Of memory for what is said of a token: a dictionary with its text, its bytes and a number."""
 _FUNCTION: dict[str, Any] = {"description": None, "parameters": None, "strict": None}
@@ -54,7 +56,8 @@ class ResponsesAnswer(ItemsAnswer):
         self._sequence_number = 0
         self._is_cancelled = False
         self._completed_at = 0
-        self._num_conversation_bytes = 0
+        self._num_first_bytes = 0
+        self._num_text_bytes = 0  # of items, as JSON
         self._num_logprobs = 0  # of the tokens of texts, with their alternatives
         self._reasoning = TokenCount(self._tokenizer)
         self._tokens: TextTokens[dict[str, Any]] = TextTokens()
@@ -62,11 +65,14 @@ class ResponsesAnswer(ItemsAnswer):
 
     @property
     def num_bytes(self) -> int:
-        """Of memory, by and large: its conversation, and what has come of it."""
-        if not self._num_conversation_bytes:
-            self._num_conversation_bytes = len(msgspec.json.encode(self._chat.messages))
-        num_characters = sum(len(item.text) for item in self.items)
-        return self._num_conversation_bytes + num_characters + _LOGPROB_BYTES * self._num_logprobs
+        """Of memory, by and large: its conversation and what has come of it, which will be in both when it is kept.
+
+        The store counts no more of it when it has ended: one that found room to run finds room to be kept.
+        """
+        if not self._num_first_bytes:
+            self._num_first_bytes = len(msgspec.json.encode([self._chat.messages, self.message()])) + _END_BYTES
+        num_item_bytes = sum(_ITEM_BYTES + 2 * len(item.name) for item in self.items) + 2 * self._num_text_bytes
+        return self._num_first_bytes + num_item_bytes + _LOGPROB_BYTES * self._num_logprobs
 
     def end(self) -> bytes:
         message = self._ended()
@@ -139,6 +145,7 @@ class ResponsesAnswer(ItemsAnswer):
         return events
 
     def _more(self, item: Item, text: str) -> bytes:
+        self._num_text_bytes += len(msgspec.json.encode(text)) - 2
         if item.kind == "call":
             return self._of_call("response.function_call_arguments.delta", item, delta=text)
         if self._is_summary(item):

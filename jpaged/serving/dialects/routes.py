@@ -148,6 +148,7 @@ class _Handlers:
         run = self._background.get(response_id)
         if run is not None:
             await run.cancel()
+            return json_response(run.answer.message())  # the store may have had to give it up already
         response = self._store.response(response_id)
         if not response["background"]:
             raise ApiError(
