@@ -71,7 +71,9 @@ def test_layer_types_say_which_layers_have_the_window() -> None:
         assert ModelConfig.from_dict(config).layer_windows == (12, None, 12)
         assert ModelConfig.from_dict(config | {"use_sliding_window": False}).layer_windows == (None, None, None)
     mistral = tiny_model("mistral-window").config | mixed
-    assert ModelConfig.from_dict(mistral).layer_windows == (12, 12, 12), "transformers' Mistral has windows everywhere"
+    assert ModelConfig.from_dict(mistral).layer_windows == (12, None, 12), "transformers takes it for a Ministral"
+    whole = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": mistral}
+    assert ModelConfig.from_dict(whole).layer_windows == (12, 12, 12), "there it takes a Mistral for what it says"
     ministral = mistral | {"architectures": ["MinistralForCausalLM"]}
     assert ModelConfig.from_dict(ministral).layer_windows == (12, None, 12)
     assert ModelConfig.from_dict(ministral | {"layer_types": None}).layer_windows == (12, 12, 12)
