@@ -87,13 +87,18 @@ def test_a_qwen_vl_whose_config_is_flat_is_read_as_well(tmp_path: Path) -> None:
     assert np.abs(ours - theirs).max() < 1e-4 * max(1.0, np.abs(theirs).max())
 
 
-def test_published_experts_of_qwen3_vl_are_read_whose_inputs_come_first(tmp_path: Path) -> None:
-    """What transformers saves of a new model has them the other way round; either way it reads both."""
+@pytest.mark.parametrize("as_wide", [False, True])
+def test_published_experts_of_qwen3_vl_are_read_whose_inputs_come_first(as_wide: bool, tmp_path: Path) -> None:
+    """What transformers saves of a new model has them the other way round; either way it reads both. Where gate and up
+    are together as wide as the stream, only the shape of down tells which it is."""
     text, model_type, vision, more = CASES["Qwen3VLMoe"]
     part = tiny_model(text).config | more | {"model_type": "qwen3_vl_moe_text"}
+    if as_wide:
+        part["moe_intermediate_size"] = part["hidden_size"] // 2
     whole = {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": model_type, "text_config": part}
     whole |= {"vision_config": vision, "tie_word_embeddings": part["tie_word_embeddings"]}
-    _, theirs = logits_of(whole, tmp_path, seed=4)
+    ours, theirs = logits_of(whole, tmp_path, seed=4)
+    assert np.abs(ours - theirs).max() < 1e-4 * max(1.0, np.abs(theirs).max())
     (file,) = tmp_path.glob("*.safetensors")
     tensors = safetensors.load_file(file)
     experts = [name for name in tensors if ".mlp.experts." in name]

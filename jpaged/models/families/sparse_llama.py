@@ -20,7 +20,8 @@ from jpaged.models.sparse_llama import SparseLlamaConfig, SparseLlamaFamily, spa
 _FUSED = "experts_in_one_tensor"
 """As in `qwen_hybrid`: an entry of ours in config.json, whether one tensor has all experts of a layer."""
 _SHAPE = f"{_FUSED}_shape"
-"""The shape of a layer's gate and up then; None for that of published checkpoints."""
+"""The shape of a layer's down then; None for that of published checkpoints. That of gate and up says nothing where both
+together are as wide as what they read."""
 
 
 class Qwen3MoeFamily(SparseLlamaFamily):
@@ -28,7 +29,7 @@ class Qwen3MoeFamily(SparseLlamaFamily):
 
     other_types = ("qwen3_vl_moe",)
     aliases = TEXT_PART_NAMES
-    fused_experts = _FUSED, "experts.gate_up_proj"
+    fused_experts = _FUSED, "experts.down_proj"
 
     def read_config(self, read: ConfigReader) -> SparseLlamaConfig:
         if "text_config" not in read.config:
@@ -47,7 +48,7 @@ class Qwen3MoeFamily(SparseLlamaFamily):
     def _with_layout(self, config: SparseLlamaConfig, fused: bool, shape: Any) -> SparseLlamaConfig:
         if not fused:
             return config
-        turned = shape is not None and list(shape[1:]) == [2 * config.expert_size, config.hidden_size]
+        turned = shape is not None and list(shape[1:]) == [config.hidden_size, config.expert_size]
         return replace(config, fused_experts="outputs, inputs" if turned else "inputs, outputs")
 
     def sparse_mlp(self, theirs: str, ours: str, config: SparseLlamaConfig) -> Iterator[Piece]:
