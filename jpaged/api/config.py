@@ -332,13 +332,17 @@ class EngineArgs(SchedulingOptions):
         return None
 
 
+LEAST_STEP_TIMEOUT_S = 3
+"""With less, processes that are well would count as hung: without work they come round once a second."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RestartOptions:
     """When an engine process counts as hung, and how often one that ended is started again.
 
     Args:
         step_timeout_s: an engine process whose loop has not come round for so long hangs, and is killed; so is an API
-            process of a server that has several.
+            process of a server that has several. At least `LEAST_STEP_TIMEOUT_S`.
         start_timeout_s: seconds after its start by which an engine process must serve; otherwise it counts as hung and
             is killed.
         max_restarts: within ten minutes, of one engine process; 0: it stays down the first time.
@@ -357,10 +361,16 @@ class RestartOptions:
     def __post_init__(self) -> None:
         if not (self.spare_processes is None or isinstance(self.spare_processes, bool)):
             raise InvalidParameterError(f"spare_processes must be a bool or None, got {shown(self.spare_processes)}.")
-        for name in ("step_timeout", "start_timeout"):
-            seconds = getattr(self, f"{name}_s")
-            if not is_number(seconds) or not 0 < seconds < math.inf:
-                raise InvalidParameterError(f"{name} must be a number of seconds above 0, got {shown(seconds)}.")
+        seconds = self.step_timeout_s
+        if not is_number(seconds) or not LEAST_STEP_TIMEOUT_S <= seconds < math.inf:
+            raise InvalidParameterError(
+                f"step_timeout must be a number of seconds from {LEAST_STEP_TIMEOUT_S} up, got {shown(seconds)}; a"
+                f" process without work comes round once a second."
+            )
+        if not is_number(self.start_timeout_s) or not 0 < self.start_timeout_s < math.inf:
+            raise InvalidParameterError(
+                f"start_timeout must be a number of seconds above 0, got {shown(self.start_timeout_s)}."
+            )
         check_integer("max_restarts", self.max_restarts, 0, 2**31)
 
 

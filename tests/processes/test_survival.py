@@ -304,6 +304,7 @@ def test_what_ends_before_it_is_of_use_waits_longer_each_time_and_what_ends_too_
     "options",
     [
         {"step_timeout_s": 0},
+        {"step_timeout_s": 1.0},
         {"start_timeout_s": -1.0},
         {"step_timeout_s": float("nan")},
         {"max_restarts": -1},
