@@ -126,7 +126,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         default=RestartOptions.step_timeout_s,
         metavar="S",
         help="seconds without a step after which an engine process counts as hung and is killed, and so is one of "
-        "several API processes whose event loop stands still (at least 3; default: 300)",
+        "several API processes whose event loop stands still; at least 3 (default: 300)",
     )
     group.add_argument(
         "--start-timeout",

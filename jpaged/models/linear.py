@@ -47,7 +47,7 @@ class Rounding:
 
         before: residual, norm and its epsilon, or activation.
         """
-        if isinstance(x, jax.Array) and before.keys() <= {"norm", "norm_eps"} and self.by_product(x.shape[0]):
+        if not isinstance(x, Sums) and before.keys() <= {"norm", "norm_eps"} and self.by_product(x.shape[0]):
             norm, eps = before.get("norm"), before.get("norm_eps", 0.0)
             return UnroundedRows(x, norm, None, self.input_scale, eps, self.upper_bound, x.dtype), None
         options: dict[str, Any] = {"input_scale": self.input_scale, "upper_bound": self.upper_bound}
@@ -105,7 +105,7 @@ class PartialSum:
     @property
     def array(self) -> jax.Array:
         """The term [T, hidden]."""
-        return self.term if isinstance(self.term, jax.Array) else self.term.array()
+        return self.term.array() if isinstance(self.term, Sums | FewRowsProduct) else self.term
 
     def __add__(self, other: "PartialSum") -> "PartialSum":
         """Both sums as one, so that shards exchange one array: for attention and MLP that read the same input."""

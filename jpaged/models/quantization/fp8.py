@@ -121,7 +121,9 @@ class Fp8Linear(QuantizedLinear):
         if rounding is None:
             return super()._product(x, dtype, backend)
         sums = self._sums(x, rounding, dtype)
-        outer = x.shape[: x.ndim - len(self.layout.inputs)] if isinstance(x, jax.Array) else sums.shape[:1]
+        outer: tuple[int, ...] = sums.shape[:1]
+        if not isinstance(x, RoundedRows | UnroundedRows):
+            outer = x.shape[: x.ndim - len(self.layout.inputs)]
         return sums.array().reshape(*outer, *self.layout.outputs)
 
     def _sums(self, x: Rows, rounding: Rounding, dtype: jnp.dtype | None = None) -> Sums:
@@ -137,7 +139,9 @@ class Fp8Linear(QuantizedLinear):
 
     def _rows(self, x: Rows, rounding: Rounding) -> RoundedRows | UnroundedRows:
         """What the product reads."""
-        return rounding(x.reshape(-1, self.layout.input_size))[0] if isinstance(x, jax.Array) else x
+        if isinstance(x, RoundedRows | UnroundedRows):
+            return x
+        return rounding(x.reshape(-1, self.layout.input_size))[0]
 
     def _weights(self) -> tuple[jax.Array, jax.Array]:
         """e4m3 [all outputs, inputs], and scales [all outputs, G]."""
