@@ -1,7 +1,8 @@
 """Times the parts of an engine process's loop while it serves, in any checkout that has these classes.
 
 Python imports this file when its folder is on PYTHONPATH. It does nothing unless ENGINE_PARTS names a file to write and
-the process is an engine process. With the first step PATH.pid tells its number. Each SIGUSR2 to it has it write PATH.
+the process is an engine process. At its first step the process writes its number to PATH.pid, and at each SIGUSR2 its
+figures to PATH.
 `benchmarks/against.sh` does all this with PARTS=1; `table.py` shows such files.
 
     {"parts": {"Scheduler.schedule": {"number": .., "mean_us": .., "p50_us": .., "p90_us": ..}, ...}, "shares": {...}}

@@ -1,6 +1,8 @@
 """Prints what `sitecustomize.py` wrote for two engine processes, side by side, in microseconds.
 
-python benchmarks/engine_parts/table.py OTHER.json THIS.json
+    python benchmarks/engine_parts/table.py OTHER.json THIS.json
+
+The first lines are its `shares`; then come its parts, those that take most time in all first.
 """
 
 import argparse

@@ -201,6 +201,18 @@ def test_no_process_that_tokenizes_has_loaded_pytorch(server):
         assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
 
 
+def check_both_serve(server, other):
+    """Two API processes serve again, one of which is still `other`, and nothing of the one that ended counts."""
+    end = time.monotonic() + 120
+    while len(server.children("api_process")) != 2:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert other in server.children("api_process")
+    bodies = [("POST", "/v1/completions", {"prompt": p, "max_tokens": 3}) for p in PROMPTS * 2]
+    assert {answer.status_code for answer in ask_at_once(server, bodies)} == {200}
+    assert {page.json()["server_load"] for page in ask_at_once(server, [("GET", "/load", None)] * 8)} == {0}
+
+
 def test_a_killed_api_process_is_started_again_and_only_its_own_streams_break_off(server):
     streams = [server.client.stream("POST", "/v1/completions", json=LONG | {"max_tokens": 300}) for _ in range(10)]
     seen = [events(stream.__enter__()) for stream in streams]
@@ -218,14 +230,7 @@ def test_a_killed_api_process_is_started_again_and_only_its_own_streams_break_of
         with contextlib.suppress(httpx.HTTPError):
             stream.__exit__(None, None, None)
     server.log_with(f"API process {killed} ended with signal 9; starting it again")
-    end = time.monotonic() + 120
-    while len(server.children("api_process")) != 2:
-        assert time.monotonic() < end
-        time.sleep(0.1)
-    assert other in server.children("api_process")
-    bodies = [("POST", "/v1/completions", {"prompt": p, "max_tokens": 3}) for p in PROMPTS * 2]
-    assert {answer.status_code for answer in ask_at_once(server, bodies)} == {200}
-    assert {page.json()["server_load"] for page in ask_at_once(server, [("GET", "/load", None)] * 8)} == {0}
+    check_both_serve(server, other)
     assert broken < len(seen)
 
 
@@ -264,14 +269,7 @@ def test_an_api_process_that_is_stopped_is_killed_and_replaced_and_others_notice
         log = server.log_with("; starting it again")
         assert f"API process {stopped} did not come round for {STOPPED_S} s (--step-timeout) and was killed" in log
         assert time.monotonic() - begun > STOPPED_S / 2
-        end = time.monotonic() + 120
-        while len(server.children("api_process")) != 2:
-            assert time.monotonic() < end
-            time.sleep(0.1)
-        assert other in server.children("api_process")
-        bodies = [("POST", "/v1/completions", {"prompt": p, "max_tokens": 3}) for p in PROMPTS * 2]
-        assert {answer.status_code for answer in ask_at_once(server, bodies)} == {200}
-        assert {page.json()["server_load"] for page in ask_at_once(server, [("GET", "/load", None)] * 8)} == {0}
+        check_both_serve(server, other)
     finally:
         server.close()
     assert server.process.returncode == 0

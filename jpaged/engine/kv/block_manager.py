@@ -138,7 +138,7 @@ class BlockManager:
         """`owns_last_block` of each of these slots: int64 [n] -> bool [n]."""
         if not self._forked:
             return np.ones((len(slots),), np.bool_)
-        return np.array([slot not in self._forked for slot in slots.tolist()], np.bool_)
+        return np.array([self.owns_last_block(slot) for slot in slots.tolist()], np.bool_)
 
     def free(self, slot: int) -> None:
         """Gives the slot's references back; its table is no longer to be read."""
