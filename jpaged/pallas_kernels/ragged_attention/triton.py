@@ -56,8 +56,7 @@ class Config:
     """How the kernel is cut and compiled.
 
     rows: of a tile, query heads times tokens. block_kv: keys of a step. warps: of a CTA. stages: steps whose keys and
-    values are in flight or in use. registers: the most of a thread, None leaves it to the compiler. ahead: whether the
-    scores of a step are computed in the step before, where only a causal mask truncates them (`_attend_steps_ahead`).
+    values are in flight or in use. registers: the most of a thread, None leaves it to the compiler.
     """
 
     rows: int
@@ -65,7 +64,6 @@ class Config:
     warps: int
     stages: int
     registers: int | None = None
-    ahead: bool = False
 
 
 _AMPERE = {
@@ -79,7 +77,7 @@ _AMPERE = {
 }
 _HOPPER = _AMPERE | {
     (64, 2): Config(rows=128, block_kv=64, warps=8, stages=3, registers=128),
-    (128, 2): Config(rows=128, block_kv=64, warps=8, stages=3, registers=128),
+    (128, 2): Config(rows=128, block_kv=64, warps=4, stages=3),
 }
 _CONFIGS = {80: _AMPERE, 86: _AMPERE, 90: _HOPPER, 100: _AMPERE, 120: _AMPERE}
 """By family of GPUs; padded head_dim, and bytes of a number. Hopper's of head_dim 128 in 16 bits is
@@ -100,13 +98,14 @@ _OF_EXPANDED = by_shared_memory(_LARGE_EXPANDED, _SMALL_EXPANDED)
 def default_config(head_dim: int, itemsize: int, plain: bool, *, widens: bool = False) -> Config:
     """For a head_dim, bytes of a query's number, and whether the scores are those of a causal mask alone. widens: keys
     and values have fewer bytes."""
-    config = for_family(_CONFIGS)[max(64, triton.next_power_of_2(head_dim)), itemsize]
-    if widens:  # which needs registers
-        config = replace(config, warps=8, registers=None, ahead=False)
-    if plain:
+    padded = max(64, triton.next_power_of_2(head_dim))
+    config = for_family(_CONFIGS)[padded, itemsize]
+    if plain and not widens:
         return config
-    # Slopes, caps and edges need registers.
-    return replace(config, block_kv=min(config.block_kv, 32), registers=None, ahead=False)
+    # Wider numbers need registers, and so do slopes, caps and edges.
+    block_kv = config.block_kv if plain else min(config.block_kv, 32)
+    warps = 8 if widens or padded > 64 else config.warps
+    return replace(config, block_kv=block_kv, warps=warps, registers=None)
 
 
 def heads_of_a_tile(share: int) -> tuple[int, int]:
@@ -175,7 +174,6 @@ def ragged_attention(
         BLOCK=block_size,
         TABLE=block_tables.shape[1],
         CAUSAL=causal,
-        AHEAD=config.ahead,
         **attention.column_constants(head_dim, features, latent),
         **attention.score_constants(features, alibi_slopes),
     )
@@ -188,7 +186,6 @@ def _attend(
     out, lse,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, TILE_HEADS: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, BLOCK: tl.constexpr, TABLE: tl.constexpr, CAUSAL: tl.constexpr,
-    AHEAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DIM: tl.constexpr, LATENT: tl.constexpr, TAIL: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -215,16 +212,10 @@ def _attend(
 
     keys = pool + kv_head * (BLOCK * HEAD_DIM)
     tables += row * TABLE
-    if AHEAD and WINDOW is None and CAP is None and not ALIBI and not LATENT and TAIL == 0:
-        acc, top, total = _attend_steps_ahead(
-            hi_full, hi, queries, keys, tables, position, kv_len,
-            ROWS, KV_HEADS, KEYS, BLOCK, HEAD_DIM, DIM, SCALE,
-        )  # fmt: skip
-    else:
-        acc, top, total = _attend_steps(
-            lo, lo_full, hi_full, hi, queries, behind, keys, tables, position, slope, first_seen, kv_len,
-            ROWS, KV_HEADS, KEYS, BLOCK, HEAD_DIM, VALUE_DIM, DIM, LATENT, TAIL, SCALE, CAP, ALIBI, WINDOW,
-        )  # fmt: skip
+    acc, top, total = _attend_steps(
+        lo, lo_full, hi_full, hi, queries, behind, keys, tables, position, slope, first_seen, kv_len,
+        ROWS, KV_HEADS, KEYS, BLOCK, HEAD_DIM, VALUE_DIM, DIM, LATENT, TAIL, SCALE, CAP, ALIBI, WINDOW,
+    )  # fmt: skip
     o, s = attention.result(acc, top, total)
     # Read again, so that the loops need not hold them in registers.
     token = tl.load(work + _TOKEN, volatile=True) + r // PLACES
@@ -268,73 +259,6 @@ def _attend_steps(
             x = tl.where(seen, x, float("-inf"))
         acc, top, total = attention.add_keys(acc, top, total, x, v, FACTOR)
     return acc, top, total
-
-
-@triton.jit
-def _attend_steps_ahead(
-    hi_full, hi, queries, pool, tables, position, kv_len,
-    ROWS: tl.constexpr, KV_HEADS: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr, SCALE: tl.constexpr,
-):  # fmt: skip
-    """What `_attend_steps` computes of the steps below `hi`, bit for bit, without windows, slopes, caps and latents.
-
-    A step's scores are multiplied in the step before, behind its values: the loads for both start behind those products
-    and have the softmax's time to arrive. Keys behind the last, which may be NaN, are masked as scores, and their
-    values are not read. So a step without a mask computes nothing about single keys, which frees enough registers for
-    products to overlap (ptxas serializes the wgmma instructions of the other loop at 128 registers a thread).
-    """
-    t = tl.arange(0, KEYS)
-    acc, top, total = attention.no_state(ROWS, DIM)
-    last = (kv_len - 1) // BLOCK
-    # A row without keys may have no table.
-    block, within = _blocks_of(0, t, last, KEYS, BLOCK)
-    block = tl.load(tables + block, mask=t * 0 < hi, other=0).to(tl.int64)
-    k = _columns(pool + block * (2 * KV_HEADS * BLOCK * HEAD_DIM) + within * HEAD_DIM, HEAD_DIM, DIM)
-    products = tl.dot(queries, tl.trans(attention.as_operand(k, queries.dtype)), input_precision="ieee")
-    for step in range(hi):
-        block, within = _blocks_of(step, t, last, KEYS, BLOCK)
-        block = tl.load(tables + block).to(tl.int64)
-        at = pool + block * (2 * KV_HEADS * BLOCK * HEAD_DIM) + within * HEAD_DIM + KV_HEADS * BLOCK * HEAD_DIM
-        v = attention.as_operand(_columns_below(at, step * KEYS + t < kv_len, HEAD_DIM, DIM), queries.dtype)
-        x, FACTOR = attention.scores(products, SCALE, None, False)
-        if step >= hi_full:
-            x = tl.where(position[:, None] >= step * KEYS + t[None, :], x, float("-inf"))
-        acc, top, total = attention.add_keys(acc, top, total, x, v, FACTOR)
-        block, within = _blocks_of(step + 1, t, last, KEYS, BLOCK)
-        block = tl.load(tables + block).to(tl.int64)
-        k = _columns(pool + block * (2 * KV_HEADS * BLOCK * HEAD_DIM) + within * HEAD_DIM, HEAD_DIM, DIM)
-        products = tl.dot(queries, tl.trans(attention.as_operand(k, queries.dtype)), input_precision="ieee")
-    return acc, top, total
-
-
-@triton.jit
-def _blocks_of(step, t, last, KEYS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of each key of a step: its entry of the block table, of which the last is `last`, and its place in the block."""
-    if KEYS >= BLOCK:
-        return tl.minimum(step * (KEYS // BLOCK) + t // BLOCK, last), t % BLOCK
-    else:
-        STEPS: tl.constexpr = BLOCK // KEYS
-        return tl.minimum(step // STEPS + t * 0, last), step % STEPS * KEYS + t
-
-
-@triton.jit
-def _columns(at, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
-    """The numbers that begin at `at` [keys]: [keys, DIM], 0 behind HEAD_DIM."""
-    d = tl.arange(0, DIM)
-    if DIM == HEAD_DIM:
-        return tl.load(at[:, None] + d[None, :])
-    else:
-        return tl.load(at[:, None] + d[None, :], mask=(d < HEAD_DIM)[None, :], other=0)
-
-
-@triton.jit
-def _columns_below(at, exists, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
-    """`_columns`, 0 for keys that do not exist."""
-    d = tl.arange(0, DIM)
-    if DIM == HEAD_DIM:
-        return tl.load(at[:, None] + d[None, :], mask=exists[:, None], other=0)
-    else:
-        return tl.load(at[:, None] + d[None, :], mask=exists[:, None] & (d < HEAD_DIM)[None, :], other=0)
 
 
 @triton.jit
