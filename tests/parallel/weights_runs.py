@@ -3,6 +3,7 @@
 import tempfile
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ from jpaged import EngineArgs, LLMEngine, SamplingParams
 from jpaged.executor.mesh import DeviceMesh
 from jpaged.executor.start.weights import zero_weights
 from jpaged.models import Model, ModelConfig, Weights, build, save_pretrained
+from jpaged.models.loading import live
 from jpaged.models.loading.live import WeightUpdater
 from jpaged.models.sharding import load_sharded
 from tests.parallel.models import eight_heads
@@ -73,6 +75,11 @@ def updates(name: str, degrees: list[int], num_rounds: int) -> dict[str, Any]:
                     engine.update_weights(weights)
                     tokens.append(tokens_of(engine))
             late = compiled[0] - before
+            in_parts = {name: np.asarray(array) for name, array in in_form(model, model.init(i), 0).items()}
+            engine.update_weights(jax.tree.map(np.zeros_like, in_parts))
+            with mock.patch.object(live, "_COPIED_AT_ONCE", 1 << 10):
+                engine.update_weights(in_parts)
+            assert tokens_of(engine) == tokens[-1]
             with jax.set_mesh(everywhere):
                 assert engine.sleep(2)
                 engine.update_weights(weights)

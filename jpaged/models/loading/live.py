@@ -8,7 +8,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any, Literal
@@ -36,7 +36,7 @@ _AT_ONCE = 16
 mixtures have thousands."""
 
 _COPIED_AT_ONCE = COPIED_BYTES // 4
-"""Bytes of those that are copied before, unless one alone is larger: others are on their way while it runs."""
+"""Bytes of those that are copied before: others are on their way while it runs. Larger arrays are cut, if they can be."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,29 @@ class Write:
     layout: Layout
     offsets: tuple[int, ...]
 
+    def parts(self, target: Sharding, shard_axis: int | None) -> Iterator["Write"]:
+        """It, or if it is a large array of numpy, parts of it: so the device has room for a copy of a part alone. Those
+        that the layout rearranges stay whole, but for transposed ones.
+
+        target: where it is copied to. shard_axis: of the parameter, along which it is split; the array is cut along
+        another.
+        """
+        size, shape, parameter_axis = copied_bytes(self.array, target), tuple(self.array.shape), self.layout.axes.index
+        is_plain = self.layout == Layout(shape, self.layout.axes)
+        if size <= _COPIED_AT_ONCE or not is_plain or not isinstance(self.array, np.ndarray):
+            yield self
+            return
+        axis = next((axis for axis in range(len(shape)) if parameter_axis(axis) != shard_axis), None)
+        if axis is None:  # of a vector, which is not large
+            yield self
+            return
+        count = max(1, shape[axis] * _COPIED_AT_ONCE // size)
+        for first in range(0, shape[axis], count):
+            array = self.array[(slice(None),) * axis + (slice(first, first + count),)]
+            offsets = list(self.offsets)
+            offsets[parameter_axis(axis)] += first
+            yield replace(self, array=array, layout=replace(self.layout, split=array.shape), offsets=tuple(offsets))
+
 
 @dataclass(frozen=True)
 class Update:
@@ -57,16 +80,20 @@ class Update:
     writes: tuple[Write, ...]
     is_complete: bool
 
-    def groups(self, targets: Sequence[Sharding]) -> list[tuple[int, list[Any], Places]]:
+    def groups(
+        self, targets: Sequence[Sharding], shard_axes: Sequence[int | None]
+    ) -> list[tuple[int, list[Any], Places]]:
         """Arrays that one program writes: the index of their parameter, the arrays, and their places in it. In an order
         that does not depend on the one in which they were given.
 
         targets: of each parameter: where arrays must be to be written into it; those that are not are copied there.
+        shard_axes: of each, along which it is split.
         """
         found = []
         ordered = sorted(self.writes, key=lambda one: (one.index, one.offsets))
         for index, of_parameter in groupby(ordered, key=lambda one: one.index):
-            for some in _together(of_parameter, targets[index]):
+            parts = [part for one in of_parameter for part in one.parts(targets[index], shard_axes[index])]
+            for some in _together(parts, targets[index]):
                 places = Places(tuple(one.layout for one in some), tuple(one.offsets for one in some))
                 found.append((index, [one.array for one in some], places))
         return found
@@ -169,7 +196,7 @@ class WeightUpdater:
         """
         updated = list(weights)
         targets = [_sharding_of_tensors(parameter, self._mesh) for parameter in weights]
-        groups = update.groups(targets)
+        groups = update.groups(targets, self._shard.shard_axes)
         where = [targets[index] for index, _, _ in groups]
         with closing(brought([given for _, given, _ in groups], where)) as arriving:
             for index, given, places in groups:
