@@ -91,6 +91,26 @@ def test_gradients_are_those_of_plain_autodiff_and_ratios_begin_at_one():
         np.testing.assert_allclose(one, other, atol=2e-4 * float(jnp.abs(other).max() + 1e-3), err_msg=name)
 
 
+def test_gradients_are_those_of_finite_differences():
+    """Along a random direction of each parameter, whose step is wide enough for float32."""
+    model = build(ModelConfig.from_dict(tiny_model("llama-biases").config), "float32")
+    weights, rng = model.init(2), np.random.default_rng(1)
+    tokens, lengths = rng.integers(0, 150, (2, 12)).astype(np.int32), np.array([12, 7], np.int32)
+
+    @jax.jit
+    def total(weights: Weights) -> jax.Array:
+        return jnp.sum(token_logprobs(model, weights, tokens, lengths))
+
+    gradients = jax.jit(jax.grad(total))(weights)
+    directions = [rng.normal(size=weight.shape).astype(np.float32) for weight in weights]
+    for i, (name, gradient, direction) in enumerate(zip(model.parameter_names, gradients, directions, strict=True)):
+        step = 0.02 * float(jnp.linalg.norm(weights[i]) + 0.1) / np.linalg.norm(direction)
+        ends = [(*weights[:i], weights[i] + sign * step * direction, *weights[i + 1 :]) for sign in (1, -1)]
+        difference = float(total(ends[0]) - total(ends[1])) / (2 * step)
+        slope = float(jnp.vdot(gradient, direction))
+        assert abs(difference - slope) < 0.02 * abs(slope) + 0.02 * float(jnp.linalg.norm(gradient)), name
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

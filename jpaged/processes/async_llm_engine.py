@@ -21,7 +21,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
-from jpaged.api.checks import check_bool, check_choice
+from jpaged.api.checks import check_bool, check_choice, check_integer
 from jpaged.api.config import EngineArgs, RestartOptions
 from jpaged.api.errors import (
     EngineRestartingError,
@@ -363,14 +363,16 @@ class AsyncLLMEngine:
         A replica whose process ends while it sleeps is awake when it serves again.
 
         Raises:
+            InvalidParameterError: another level.
             EngineRestartingError: a replica's process is being started again, or ended meanwhile. All are awake.
         """
+        check_integer("level", level, 1, 2)
         if self.is_restarting:
             raise EngineRestartingError("An engine process is being started again; it cannot sleep until it serves.")
         if any(answer.requests for answer in (await self._fleet.ask(wire.GetRequests(1), wire.Requests)).values()):
             return False  # else replicas that have nothing to do would sleep, and refuse what comes to them meanwhile
         try:
-            answers = await self._fleet.ask_each(wire.Sleep(level))
+            answers = await self._fleet.ask_each(wire.Sleep(int(level)))
             raise_refusal(answers)
         except JPagedError:
             with contextlib.suppress(JPagedError):

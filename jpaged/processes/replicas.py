@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 
 from jpaged.api.beam_search_params import BeamSearchParams
-from jpaged.api.checks import check_bool, check_choice
+from jpaged.api.checks import check_bool, check_choice, check_integer
 from jpaged.api.config import EngineArgs
 from jpaged.api.errors import (
     EngineDeadError,
@@ -276,11 +276,12 @@ class ReplicatedEngine(RequestIntake):
 
     def sleep(self, level: int = 1) -> bool:
         """As `LLMEngine.sleep`, on every replica. Returns False, and does nothing, while requests are unfinished."""
+        check_integer("level", level, 1, 2)
         self._check_alive()
         if self._open:
             return False
         self._router.forget_prefixes()
-        return all(self._change(wire.Sleep(level)))
+        return all(self._change(wire.Sleep(int(level))))
 
     def wake_up(self) -> None:
         """As `LLMEngine.wake_up`, on every replica."""

@@ -19,6 +19,9 @@ from jpaged.processes.wire import SharedArray
 
 _ALIGNMENT = 64
 
+_NUMBERS = "biufcV"
+"""The kinds of numpy's types of numbers; V: those that JAX adds, such as bfloat16."""
+
 
 class SharedWeights:
     """Copies of arrays in memory that other processes of this user can map. It is freed by `close`, and when this
@@ -38,6 +41,8 @@ class SharedWeights:
         for name, array in flat.items():
             if not hasattr(array, "dtype") or not hasattr(array, "shape"):
                 raise InvalidParameterError(f"weights: {name!r} is a {type(array).__name__}, not an array; convert it.")
+            if isinstance(array, np.ma.MaskedArray):
+                raise InvalidParameterError(f"weights: {name!r} is masked, and the mask would be lost; fill it.")
         self.arrays: list[SharedArray] = []
         offset = 0
         for name, array in flat.items():
@@ -45,6 +50,12 @@ class SharedWeights:
                 dtype = np.dtype(array.dtype)
             except TypeError as error:  # of JAX's own, as of random keys
                 raise InvalidParameterError(f"weights: {name!r} has type {array.dtype}, not a number's.") from error
+            if dtype.kind not in _NUMBERS:
+                raise InvalidParameterError(f"weights: {name!r} has type {dtype}, not a number's.")
+            if not dtype.isnative:
+                raise InvalidParameterError(
+                    f"weights: {name!r} has type {dtype}, in another order of bytes; convert it."
+                )
             shared = SharedArray(name, dtype.name, tuple(array.shape), offset)
             self.arrays.append(shared)
             offset += -(-_num_bytes(shared) // _ALIGNMENT) * _ALIGNMENT

@@ -89,6 +89,7 @@ class Engine:
             self.core.check_integrity()
 
     def _take(self, updates: list[RequestUpdate]) -> list[RequestUpdate]:
+        assert len({name_of(update.request) for update in updates}) == len(updates)  # the last one says how it ended
         for update in updates:
             self.reported.setdefault(name_of(update.request), []).extend(update.new_token_ids)
         self.core.check_integrity()

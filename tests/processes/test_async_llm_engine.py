@@ -539,6 +539,18 @@ def test_a_replica_that_ended_after_it_fell_asleep_does_not_count_as_asleep():
     play_replicas(scene)
 
 
+@pytest.mark.parametrize("level", [True, "1", 0, 3, 1.0, None])
+def test_a_level_of_sleep_that_there_is_not_is_refused_before_an_engine_process_hears_of_it(level):
+    """To one that cannot read a message nothing else is left but to end."""
+
+    async def scene(played):
+        with pytest.raises(InvalidParameterError, match="level must be"):
+            await played.engine.sleep(level)
+        assert not played.engine._fleet._calls
+
+    play_replicas(scene)
+
+
 def test_when_one_replica_refuses_to_sleep_none_does():
     async def scene(played):
         asked = asyncio.ensure_future(played.engine.sleep(2))

@@ -51,6 +51,10 @@ def test_what_is_no_array_or_is_gone_is_named():
     for weights, message in (
         ({"a": [1.0]}, "'a' is a list, not an array"),
         ({"a": jnp.zeros(2), "b": gone}, "'b' cannot be copied to the host: .*deleted"),
+        ({"a": np.array([None, 1.0])}, "'a' has type object, not a number's"),
+        ({"a": np.array(["1.0"])}, "'a' has type <U3, not a number's"),
+        ({"a": np.zeros(2, ">f4")}, "'a' has type >f4, in another order of bytes"),
+        ({"a": np.ma.masked_array([1.0, 2.0], [False, True])}, "'a' is masked"),
         ((jnp.zeros(2),), "weights must map names to arrays, got tuple"),
     ):
         with pytest.raises(InvalidParameterError, match=message):
@@ -99,6 +103,11 @@ def test_an_engine_process_takes_weights_amid_streams_pauses_and_has_them_still_
             await engine.resume()
             assert all(len(tokens) == 100 for tokens in await asyncio.gather(*streams))
             assert await late == reference.greedy(first)[0]
+            short = [asyncio.ensure_future(tokens_of(engine.generate([9, i], params(3 + i)))) for i in range(20)]
+            while not all(stream.done() for stream in short):  # steps that bring the last two tokens are read at once
+                await engine.pause()
+                await engine.resume()
+            assert [len(stream.result()) for stream in short] == list(range(3, 23))
             assert await greedy(engine) == reference.greedy(first)
             tensors = read(second, "huggingface")
             await engine.update_weights({name: tensors[name] for name in names[:9]}, partial=True, in_flight="continue")

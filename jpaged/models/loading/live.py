@@ -382,9 +382,21 @@ def _wrong(array: Any, shape: tuple[int, ...]) -> str | None:
         return "was deleted or donated; give the array that took its place"
     if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
         return f"has type {array.dtype}, not a floating-point type of at least 16 bits; convert it"
+    if isinstance(array, np.ndarray) and (problem := _unknown_to_jax(array)):
+        return f"cannot become an array of JAX: {problem}"
     if tuple(array.shape) != shape:
         return f"has shape {tuple(array.shape)}, the model implies {shape}"
     return None
+
+
+def _unknown_to_jax(array: np.ndarray) -> str:
+    """Why JAX does not take an array of numpy: the bytes of its numbers stand in the other order, say, or it is masked.
+    Empty if it does."""
+    try:
+        jax.typeof(array)
+    except (TypeError, ValueError) as error:
+        return str(error).rstrip(".")
+    return ""
 
 
 def _surplus(names: Sequence[str], model: Model) -> list[str]:
