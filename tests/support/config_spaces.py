@@ -259,6 +259,25 @@ def mamba_layers(chance: random.Random, config: Config) -> None:
     config[chance.choice(("layer_types", "layers_block_type"))] = kinds
 
 
+def convolutions(chance: random.Random, config: Config) -> None:
+    """LFM2's layers, in the spellings of its versions."""
+    layers = config["num_hidden_layers"]
+    attention = sorted(chance.sample(range(layers), chance.randint(1, layers)))
+    if config["model_type"] == "lfm2" and chance.random() < 0.5:
+        config["full_attn_idxs"] = attention
+    else:
+        config["layer_types"] = ["full_attention" if i in attention else "conv" for i in range(layers)]
+
+
+def adjusted_size(chance: random.Random, config: Config) -> None:
+    """How LFM2's inner size follows from the one that is said, which has two names."""
+    if chance.random() < 0.5:
+        config["block_ff_dim"] = chance.choice((40, 72, 96))
+    config |= {"block_multiple_of": chance.choice((8, 16, 32)), "block_auto_adjust_ff_dim": chance.random() < 0.7}
+    if chance.random() < 0.7:
+        config["block_ffn_dim_multiplier"] = chance.choice((1, 1.0, 1.3, None))
+
+
 def _rotary_dim(chance: random.Random, config: Config) -> None:
     """The published name of what is rotated."""
     if chance.random() < 0.5:
@@ -420,6 +439,14 @@ _SIGMOID: dict[str, tuple[Any, ...]] = {
     "routed_scaling_factor": (..., 2.5, 1.0),
     "norm_topk_prob": FLAG,
     "first_k_dense_replace": (..., 0, 1, 2),
+}
+
+_LFM2: dict[str, tuple[Any, ...]] = {
+    "norm_eps": EPS,
+    "conv_bias": FLAG,
+    "conv_L_cache": (..., 2, 3, 4),
+    "tie_embedding": FLAG,
+    "theta": (..., 1e6),
 }
 
 SPACES: dict[str, Space] = {
@@ -610,6 +637,24 @@ SPACES: dict[str, Space] = {
             "mamba_proj_bias": FLAG,
         },
         (sizes(dim="rare"), mamba, rotation("default", "linear"), mamba_layers),
+    ),
+    "lfm2": Space(
+        *("Lfm2ForCausalLM", "lfm2", _LFM2),
+        (sizes(dim="rare"), rotation(), convolutions, adjusted_size),
+    ),
+    "lfm2_moe": Space(
+        *("Lfm2MoeForCausalLM", "lfm2_moe", _LFM2 | {"num_dense_layers": (..., 0, 1, 2)}),
+        (
+            *(sizes(dim="rare"), rotation(), convolutions),
+            experts(
+                total=("num_experts",),
+                top=("num_experts_per_tok",),
+                size=("moe_intermediate_size",),
+                norm_topk_prob=FLAG,
+                use_expert_bias=FLAG,
+                routed_scaling_factor=(..., 1.0, 2.5),
+            ),
+        ),
     ),
     "smollm3": Space(
         "SmolLM3ForCausalLM",
