@@ -150,6 +150,9 @@ def _draw_parameter(case: TinyModel, name: str, shape: tuple[int, ...]) -> np.nd
         names = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
     else:
         names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    if case.family == "nemotron_h":
+        prefix, name = (one.replace("model.", "backbone.", 1) for one in (prefix, name))
+        names = {"up_proj": ("up_proj",), "down_proj": ("down_proj",)}
     if part not in names:
         return draw(case, name, shape)
     experts, rows, columns = shape

@@ -66,7 +66,7 @@ from jpaged.models.registry import About, described_architectures, register, sup
 from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin_stream
 from jpaged.models.rope import Rope, parse_rope, window_rope, without_image_sections, yarn_temperature
 from jpaged.models.sparse_llama import SparseLlamaConfig, SparseLlamaFamily, sparse_fields
-from jpaged.models.states import ConvolutionState, DeltaState, LayerState, MambaState
+from jpaged.models.states import ConvolutionState, DeltaState, LayerState, MambaState, NoState
 from jpaged.models.temperature import Temperature
 
 del _families
@@ -106,6 +106,7 @@ __all__ = [
     "MambaState",
     "Model",
     "ModelConfig",
+    "NoState",
     "Norm",
     "Normal",
     "OnePlusRMSNorm",

@@ -122,6 +122,20 @@ GRANITE_4_H = {
 }
 
 
+NEMOTRON = {
+    "architectures": ["NemotronHForCausalLM"],
+    "vocab_size": 131072,
+    "head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "conv_kernel": 4,
+    "mlp_hidden_act": "relu2",
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
 LFM2 = {
     "vocab_size": 65536,
     "hidden_size": 2048,
@@ -426,6 +440,14 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         | {"num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 24}
         | {"layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)]},
         8_339_929_856 + 22 * 32,  # and what corrects the scores of experts
+    ),
+    "nemotron-3-nano-30b-a3b": (
+        NEMOTRON
+        | {"hidden_size": 2688, "num_attention_heads": 32, "num_key_value_heads": 2, "intermediate_size": 1856}
+        | {"mamba_num_heads": 64, "num_hidden_layers": 52, "n_routed_experts": 128, "num_experts_per_tok": 6}
+        | {"moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712}
+        | {"hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"},
+        31_577_940_288,
     ),
     "mpt-7b": (
         {
