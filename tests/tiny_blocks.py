@@ -369,7 +369,14 @@ def models_of_blocks() -> list[TinyModel]:
             routed_scaling_factor=1.0,
             **lfm2,
         ),
-        _of("nemotron-h-8b-style", "nemotron_h", "NemotronHForCausalLM", hybrid_override_pattern="M-M*-M-", **nemotron),
+        _of(
+            "nemotron-h-8b-style",
+            "nemotron_h",
+            "NemotronHForCausalLM",
+            n_routed_experts=8,
+            hybrid_override_pattern="M-M*-M-",
+            **nemotron,
+        ),
         _of(
             "nemotron3-nano-style",
             "nemotron_h",

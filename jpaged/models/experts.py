@@ -276,7 +276,8 @@ class GroupedExperts(nnx.Module):
         columns = (2, inner) if config.gated_experts else (inner,)
         axes = (0, 0) if whole else (1 + len(columns), 1)
         first = GroupedLinear(experts, (hidden,), columns, hidden**-0.5, dtype, rngs, shard_axis=axes[0])
-        self.gate_up, self.up = (first, None) if config.gated_experts else (None, first)
+        self.gate_up: GroupedLinear | None = first if config.gated_experts else None
+        self.up: GroupedLinear | None = None if config.gated_experts else first
         self.down = GroupedLinear(experts, (inner,), (hidden,), std, dtype, rngs, shard_axis=axes[1])
         self.activation: str | ClampedSwiGLU = config.clamped or config.activation
         self.weighted_inputs = config.weighted_inputs

@@ -295,7 +295,7 @@ def adjusted_size(chance: random.Random, config: Config) -> None:
         config["block_ff_dim"] = chance.choice((40, 72, 96))
     config |= {"block_multiple_of": chance.choice((8, 16, 32)), "block_auto_adjust_ff_dim": chance.random() < 0.7}
     if chance.random() < 0.7:
-        config["block_ffn_dim_multiplier"] = chance.choice((1, 1.0, 1.3, None))
+        config["block_ffn_dim_multiplier"] = chance.choice((1, 1.0, 1.3))
 
 
 def _rotary_dim(chance: random.Random, config: Config) -> None:

@@ -81,10 +81,8 @@ class Lfm2Family:
         sparse: dict[str, Any] = {"num_experts": 0, "routing": Routing(per_token=1), "expert_size": 0}
         if self.has_experts:
             experts, biased = read.integer("num_experts", 32), read.flag("use_expert_bias", True)
-            routing = replace(
-                sigmoid_routing(read.with_entries(n_group=1, topk_group=1), per_token=4, renormalized=True),
-                **{"biased": biased, "added_to_sum": 1e-6},
-            )
+            plain = sigmoid_routing(read.with_entries(n_group=1, topk_group=1), per_token=4, renormalized=True)
+            routing = replace(plain, biased=biased, added_to_sum=1e-6)
             routing.check(experts)
             size = read.integer("moe_intermediate_size", 1792)
             sparse = {"num_experts": experts, "routing": routing, "expert_size": size}

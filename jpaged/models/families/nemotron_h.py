@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -50,6 +50,8 @@ class NemotronHConfig(DecoderConfig, SparseConfig):
     """kinds: of each layer "mamba", "attention", "mlp" or "moe". mlp_bias: the products of MLPs have biases.
     mamba: what Mamba-2 layers are like.
     """
+
+    may_list_experts: ClassVar[bool] = True
 
     kinds: tuple[str, ...]
     mlp_bias: bool
