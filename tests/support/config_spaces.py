@@ -681,6 +681,7 @@ SPACES: dict[str, Space] = {
         "nemotron_h",
         {
             "layer_norm_epsilon": EPS,
+            "tie_word_embeddings": (..., False),  # ties nothing, so that a body alone has no head
             "mlp_hidden_act": (..., "relu2", "relu2", "silu", "gelu"),
             "mamba_hidden_act": _SILU,
             "use_conv_bias": FLAG,
