@@ -59,6 +59,14 @@ def mamba(tmp_path_factory: pytest.TempPathFactory) -> LLMEngine:
     return LLMEngine(EngineArgs(model=str(directory), **ARGS))
 
 
+@pytest.fixture(scope="module")
+def convolutions(tmp_path_factory: pytest.TempPathFactory) -> LLMEngine:
+    """Some layers keep the last inputs of a convolution alone."""
+    case = tiny_model("lfm2-1.2b-style")
+    directory = write_tiny_model(case, tmp_path_factory.mktemp("convolutions"), use_torch=False)
+    return LLMEngine(EngineArgs(model=str(directory), **ARGS))
+
+
 def test_constrained_rows_do_not_guess_since_states_cannot_go_back_by_a_token(engine: LLMEngine):
     (constrained,) = [k for k in engine._core.scheduler._dependents._kinds.values() if isinstance(k, ConstrainedRows)]
     assert not constrained._guesses
@@ -87,7 +95,7 @@ def fill_states(engine: LLMEngine, value: float) -> None:
     held["recurrent"] = jax.tree.map(lambda x: x.at[: ARGS["max_num_seqs"]].set(value), held["recurrent"])
 
 
-@pytest.mark.parametrize("kind", ["engine", "mamba"])
+@pytest.mark.parametrize("kind", ["engine", "mamba", "convolutions"])
 def test_a_sequence_takes_nothing_from_the_slots_former_tenants(kind: str, request: pytest.FixtureRequest) -> None:
     engine: LLMEngine = request.getfixturevalue(kind)
     requests = prompts(12)
@@ -134,7 +142,9 @@ def test_a_running_engine_takes_other_weights_and_gives_them_back_in_every_form(
     assert run(mamba, requests) == expected
 
 
-def test_states_are_given_back_while_the_engine_sleeps(engine: LLMEngine) -> None:
+@pytest.mark.parametrize("kind", ["engine", "convolutions"])
+def test_states_are_given_back_while_the_engine_sleeps(kind: str, request: pytest.FixtureRequest) -> None:
+    engine: LLMEngine = request.getfixturevalue(kind)
     requests = prompts(4)
     expected = run(engine, requests)
     assert engine.sleep(1)

@@ -75,6 +75,41 @@ def models_of_blocks() -> list[TinyModel]:
     granite4_h_experts = {"intermediate_size": 40, "shared_intermediate_size": 48}
     granite_moe = multipliers | {"intermediate_size": 40, "tie_word_embeddings": True}
     granite_experts = {"num_local_experts": 8, "num_experts_per_tok": 3}
+    lfm2 = {"num_hidden_layers": 4, "num_key_value_heads": 2, "norm_eps": 1e-5, "rope_theta": 1e6}
+    lfm2 |= {"conv_L_cache": 3, "conv_bias": False, "tie_embedding": True, "pad_token_id": 0}
+    nemotron = {
+        "model_type": "nemotron_h",
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 12,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "conv_kernel": 4,
+        "expand": 2,
+        "chunk_size": 128,
+        "use_conv_bias": True,
+        "use_bias": False,
+        "mamba_proj_bias": False,
+        "mlp_hidden_act": "relu2",
+        "mamba_hidden_act": "silu",
+        "layer_norm_epsilon": 1e-5,
+        "time_step_min": 0.001,
+        "time_step_limit": [0.0, 1e30],
+        "residual_in_fp32": False,
+        "pad_token_id": 0,
+    }
+    nemotron_experts = {
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 40,
+        "moe_shared_expert_intermediate_size": 48,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    }
     glm = {"num_key_value_heads": 2, "head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True}
     glm["pad_token_id"] = 0
     cohere = {"layer_norm_eps": 1e-5, "tie_word_embeddings": True, "num_key_value_heads": 2, "pad_token_id": 0}
@@ -310,6 +345,52 @@ def models_of_blocks() -> list[TinyModel]:
             no_rope_layers=[1, 0],
             tie_word_embeddings=True,
             pad_token_id=0,
+        ),
+        _of(
+            "lfm2-1.2b-style",
+            "lfm2",
+            "Lfm2ForCausalLM",
+            **lfm2
+            | {"full_attn_idxs": [1, 3], "block_ff_dim": 112, "block_auto_adjust_ff_dim": True}
+            | {"block_ffn_dim_multiplier": 1.3, "block_multiple_of": 32, "block_dim": 64, "conv_bias": True},
+        ),
+        _of(
+            "lfm2-8b-a1b-style",
+            "lfm2",
+            "Lfm2MoeForCausalLM",
+            model_type="lfm2_moe",
+            layer_types=["conv", "conv", "full_attention", "conv"],
+            num_dense_layers=2,
+            num_experts=16,
+            num_experts_per_tok=4,
+            moe_intermediate_size=40,
+            norm_topk_prob=True,
+            use_expert_bias=True,
+            routed_scaling_factor=1.0,
+            **lfm2,
+        ),
+        _of(
+            "nemotron-h-8b-style",
+            "nemotron_h",
+            "NemotronHForCausalLM",
+            n_routed_experts=8,
+            hybrid_override_pattern="M-M*-M-",
+            **nemotron,
+        ),
+        _of(
+            "nemotron3-nano-style",
+            "nemotron_h",
+            "NemotronHForCausalLM",
+            hybrid_override_pattern="MEM*E",
+            **nemotron | nemotron_experts,
+        ),
+        _of(
+            "nemotron3-super-style",
+            "nemotron_h",
+            "NemotronHForCausalLM",
+            layers_block_type=["mamba", "moe", "moe", "mlp", "attention", "moe"],
+            moe_latent_size=24,
+            **nemotron | nemotron_experts | {"n_groups": 4, "use_bias": True, "routed_scaling_factor": 5.0},
         ),
         _of("glm", "glm", "GlmForCausalLM", **glm),
         _of("glm4", "glm", "Glm4ForCausalLM", **glm),

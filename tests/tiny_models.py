@@ -124,7 +124,7 @@ def torch_model(case: TinyModel) -> Any:
         for name, weight in model.named_parameters():
             weight.copy_(torch.from_numpy(_draw_parameter(case, name, tuple(weight.shape))))
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(torch.from_numpy(_draw_parameter(case, name, tuple(buffer.shape))))
     return model
 
@@ -146,8 +146,13 @@ def _draw_parameter(case: TinyModel, name: str, shape: tuple[int, ...]) -> np.nd
         prefix, name = (one.replace(".mlp.", ".block_sparse_moe.") for one in (f"{prefix}.", name))
         prefix = prefix.removesuffix(".")
         names = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+    elif case.family == "lfm2":
+        names = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
     else:
         names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    if case.family == "nemotron_h":
+        prefix, name = (one.replace("model.", "backbone.", 1) for one in (prefix, name))
+        names = {"up_proj": ("up_proj",), "down_proj": ("down_proj",)}
     if part not in names:
         return draw(case, name, shape)
     experts, rows, columns = shape
@@ -163,7 +168,7 @@ def draw(case: TinyModel, tensor: str, shape: tuple[int, ...]) -> np.ndarray:
     values = rng.standard_normal(shape, np.float32)
     if tensor.endswith("A_log"):  # states that last: a layer whose output is near zero is all rounding, once normed
         return values * np.float32(0.5) - 3
-    if tensor.endswith("conv1d.weight"):
+    if tensor.endswith(("conv1d.weight", "conv.conv.weight")):
         return values * np.float32(shape[-1] ** -0.5)
     if tensor.endswith("bias") or (case.family == "qwen_hybrid" and len(shape) == 1 and "linear_attn" not in tensor):
         return values * np.float32(0.2)

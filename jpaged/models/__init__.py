@@ -60,13 +60,13 @@ from jpaged.models.norms import (
     UnscaledRMSNorm,
     WideRMSNorm,
 )
-from jpaged.models.parameters import Normal, parameter
-from jpaged.models.recurrence import Recurrence
+from jpaged.models.parameters import Constant, Normal, parameter
+from jpaged.models.recurrence import Recurrence, RecurrentLayer
 from jpaged.models.registry import About, described_architectures, register, supported_architectures
 from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin_stream
 from jpaged.models.rope import Rope, parse_rope, window_rope, without_image_sections, yarn_temperature
-from jpaged.models.sparse_llama import SparseLlamaConfig, SparseLlamaFamily, sparse_fields
-from jpaged.models.states import DeltaState, LayerState, MambaState
+from jpaged.models.sparse_llama_family import SparseLlamaConfig, SparseLlamaFamily, sparse_fields
+from jpaged.models.states import ConvolutionState, DeltaState, LayerState, MambaState, NoState
 from jpaged.models.temperature import Temperature
 
 del _families
@@ -85,6 +85,8 @@ __all__ = [
     "ClampedSwiGLU",
     "Collectives",
     "ConfigReader",
+    "Constant",
+    "ConvolutionState",
     "Decoder",
     "DecoderConfig",
     "DeltaState",
@@ -105,6 +107,7 @@ __all__ = [
     "MambaState",
     "Model",
     "ModelConfig",
+    "NoState",
     "Norm",
     "Normal",
     "OnePlusRMSNorm",
@@ -114,6 +117,7 @@ __all__ = [
     "RMSNorm",
     "RMSNormOfAllHeads",
     "Recurrence",
+    "RecurrentLayer",
     "Rope",
     "Routing",
     "Scales",

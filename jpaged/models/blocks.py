@@ -104,7 +104,7 @@ def decoder_fields(
 
 
 class SequentialBlock(nnx.Module):
-    """Attention, then MLP.
+    """Attention, then MLP. Either may be None, in a layer of the other alone.
 
     attention_norm, mlp_norm: of what they read; None for none.
     after_attention, after_mlp: of what they give, before it is added; None for none.
@@ -116,8 +116,8 @@ class SequentialBlock(nnx.Module):
 
     def __init__(
         self,
-        attention: Attention | LatentAttention | RecurrentLayer,
-        mlp: MLP | GatedMLP | SparseMLP,
+        attention: Attention | LatentAttention | RecurrentLayer | None,
+        mlp: MLP | GatedMLP | SparseMLP | None,
         *,
         attention_norm: Norm | None = None,
         mlp_norm: Norm | None = None,
@@ -137,19 +137,21 @@ class SequentialBlock(nnx.Module):
         self.rope, self.tempered, self.residual_scale = rope, tempered, residual_scale
 
     def __call__(self, stream: Stream, places: Places, attend: Attend) -> None:
-        rotation = None if self.rope is None else places.rotations[self.rope]
-        pair = None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
-        read = self._read(stream, self.attention_norm, self.attention)
-        tempered = {"temperature": places.temperature} if self.tempered else {}  # latent attention takes none
-        given = self.attention(read, attend, rotation, self.head_norms or pair, stream.backend, **tempered)
-        self._add(stream, given, self.after_attention)
-        read = self._read(stream, self.mlp_norm, self.mlp)
-        given = (
-            self.mlp(read, stream.backend, stream.live, stream.counts)
-            if isinstance(self.mlp, SparseMLP)
-            else self.mlp(read, stream.backend)
-        )
-        self._add(stream, given, self.after_mlp)
+        if self.attention is not None:
+            rotation = None if self.rope is None else places.rotations[self.rope]
+            pair = None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
+            read = self._read(stream, self.attention_norm, self.attention)
+            tempered = {"temperature": places.temperature} if self.tempered else {}  # latent attention takes none
+            given = self.attention(read, attend, rotation, self.head_norms or pair, stream.backend, **tempered)
+            self._add(stream, given, self.after_attention)
+        if self.mlp is not None:
+            read = self._read(stream, self.mlp_norm, self.mlp)
+            given = (
+                self.mlp(read, stream.backend, stream.live, stream.counts)
+                if isinstance(self.mlp, SparseMLP)
+                else self.mlp(read, stream.backend)
+            )
+            self._add(stream, given, self.after_mlp)
 
     def _read(self, stream: Stream, norm: Norm | None, reader: Reader) -> Any:
         """What a part reads: an array, or `Rows` where it takes them."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from math import inf, lcm
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from jpaged.api.checks import is_number
 from jpaged.api.errors import CheckpointError, InvalidParameterError, UnsupportedModelError, shown
@@ -50,7 +50,11 @@ class ModelConfig:
     dtype: the type the checkpoint was saved in, "bfloat16" for example; None when nothing tells.
     quantization: how the weights of `Linear`s are kept; None for as they are.
     source: the config.json it came from.
+    may_list_experts: config.json may have a number of experts though no layer has any (Nemotron-H); elsewhere it is
+        refused.
     """
+
+    may_list_experts: ClassVar[bool] = False
 
     architecture: str
     vocab_size: int
@@ -126,7 +130,7 @@ class ModelConfig:
         if not isinstance(read, ModelConfig):
             raise TypeError(f"The family of {architecture} read a {type(read).__name__}, which is no ModelConfig.")
         for feature in ("num_experts", "num_local_experts", "n_routed_experts"):
-            if config.get(feature) and not read.num_experts:
+            if config.get(feature) and not read.num_experts and not read.may_list_experts:
                 raise UnsupportedModelError(
                     f"config.json: mixtures of experts ({feature}) are not supported for {architecture}."
                 )

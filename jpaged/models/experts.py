@@ -16,7 +16,7 @@ that a sparse layer costs the one all-reduce that a dense one does:
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,8 @@ from jpaged.models.collectives import Collectives
 from jpaged.models.config import ModelConfig, inner_columns
 from jpaged.models.config_reader import ConfigReader
 from jpaged.models.grouped_linear import GroupedLinear, GroupedProduct, Rows
-from jpaged.models.layers import GatedMLP
-from jpaged.models.linear import PartialSum, PlainLinear, Reader
+from jpaged.models.layers import MLP, UNGATED_ACTIVATIONS, GatedMLP
+from jpaged.models.linear import Linear, PartialSum, PlainLinear, Reader
 from jpaged.models.parameters import Constant, parameter
 from jpaged.models.residual import ExpertCounts
 from jpaged.pallas_kernels import (
@@ -126,6 +126,8 @@ class SparseConfig(ModelConfig):
     activation: of experts and MLPs.
     clamped: of experts, in place of that.
     weighted_inputs: a router's weight multiplies what an expert reads, not what it gives (Llama 4).
+    gated_experts: experts, shared ones too, are gated MLPs; else they have no gate (Nemotron 3).
+    latent_size: columns that experts read and give, between two products for all of them; 0 for `hidden_size`.
     router_bias: the router's product has a bias. expert_bias: both products of each expert have.
     """
 
@@ -139,6 +141,8 @@ class SparseConfig(ModelConfig):
     activation: str
     clamped: ClampedSwiGLU | None = None
     weighted_inputs: bool = False
+    gated_experts: bool = True
+    latent_size: int = 0
     router_bias: bool = False
     expert_bias: bool = False
 
@@ -262,14 +266,18 @@ def route_rows(
 
 class GroupedExperts(nnx.Module):
     """The experts' MLPs: gate_up [E, hidden, 2, inner], gate first, and down [E, inner, hidden]; and their biases
-    [E, 2, inner] and [E, hidden], if they have any."""
+    [E, 2, inner] and [E, hidden], if they have any. Without gates up [E, hidden, inner] in gate_up's place."""
 
     def __init__(self, config: SparseConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> None:
-        experts, hidden, inner = config.held_experts, config.hidden_size, config.expert_size
+        experts, inner = config.held_experts, config.expert_size
+        hidden = config.latent_size or config.hidden_size
         whole = config.expert_parallel
         std = (inner * 2 * config.num_layers) ** -0.5
-        axes = (0, 0) if whole else (3, 1)
-        self.gate_up = GroupedLinear(experts, (hidden,), (2, inner), hidden**-0.5, dtype, rngs, shard_axis=axes[0])
+        columns = (2, inner) if config.gated_experts else (inner,)
+        axes = (0, 0) if whole else (1 + len(columns), 1)
+        first = GroupedLinear(experts, (hidden,), columns, hidden**-0.5, dtype, rngs, shard_axis=axes[0])
+        self.gate_up: GroupedLinear | None = first if config.gated_experts else None
+        self.up: GroupedLinear | None = None if config.gated_experts else first
         self.down = GroupedLinear(experts, (inner,), (hidden,), std, dtype, rngs, shard_axis=axes[1])
         self.activation: str | ClampedSwiGLU = config.clamped or config.activation
         self.weighted_inputs = config.weighted_inputs
@@ -302,10 +310,12 @@ class GroupedExperts(nnx.Module):
             if self.bias_of_first is not None and self.bias_of_first.size > 1:
                 down_bias = jnp.where(self.bias_of_first.index() == 0, down_bias, 0)
             biases = self.gate_up_bias[...], down_bias
+        first = self.gate_up or self.up
+        assert first is not None
         return mix(
             x,
-            (self.gate_up.product(), self.down.product()),
-            self.gate_up.layout.experts,
+            (first.product(), self.down.product()),
+            first.layout.experts,
             experts,
             weights,
             activation=self.activation,
@@ -313,6 +323,7 @@ class GroupedExperts(nnx.Module):
             biases=biases,
             rows=rows,
             weighted_inputs=self.weighted_inputs,
+            gated=self.gate_up is not None,
         )
 
 
@@ -328,19 +339,23 @@ def mix(
     biases: tuple[jax.Array, jax.Array] | None = None,
     rows: SortedRows | None = None,
     weighted_inputs: bool = False,
+    gated: bool = True,
 ) -> jax.Array:
     """The experts' MLPs as grouped products; the other arguments are those of `GroupedExperts`.
 
-    products: with gate_up and with down, of num_experts each. biases: of both.
+    products: with gate_up, or with up, and with down, of num_experts each. biases: of gate_up and down.
     weighted_inputs: as in `SparseConfig`; biases stay as they are.
+    gated: the first product is with gate_up.
     """
     (tokens, each), (gate_up, down) = experts.shape, products
     x = x.astype(down.promoted(gate_up.promoted(x.dtype)))
-    if isinstance(activation, ClampedSwiGLU) or biases is not None:
+    if not gated:
+        activated = partial(_activated, gate_up, activation=activation, backend=backend)
+    elif isinstance(activation, ClampedSwiGLU) or biases is not None:
         bias = None if biases is None else biases[0]
-        gated = partial(_gated_apart, gate_up, bias=bias, activation=activation, backend=backend)
+        activated = partial(_gated_apart, gate_up, bias=bias, activation=activation, backend=backend)
     else:
-        gated = partial(gate_up.gated, activation=activation, backend=backend)
+        activated = partial(gate_up.gated, activation=activation, backend=backend)
 
     def weigh(read: jax.Array, of_rows: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """What experts read, [A, hidden], and the weights of what they give; None: they are in the former."""
@@ -352,16 +367,16 @@ def mix(
         of_rows = Rows(rows.group_sizes, None, rows.tiles)
         # Behind the last expert's rows are no numbers of tokens.
         read, of_down = weigh(jnp.take(x, rows.tokens, axis=0, mode="clip"), rows.weights)
-        products_of_rows = down.multiply(gated(read, of_rows), of_rows, of_down, backend=backend)[rows.places]
+        products_of_rows = down.multiply(activated(read, of_rows), of_rows, of_down, backend=backend)[rows.places]
     elif experts.size <= min(_FEW_ROWS, num_experts // 2):
         unsorted = Rows(None, experts.reshape(-1))
         read, of_down = weigh(jnp.repeat(x, each, axis=0), weights.reshape(-1))
-        weighted = down.multiply(gated(read, unsorted), unsorted, of_down, backend=backend)
+        weighted = down.multiply(activated(read, unsorted), unsorted, of_down, backend=backend)
         products_of_rows = weighted.reshape(tokens, each, -1)
     else:
         assignments, places, sizes = sort_by_expert(experts, num_experts)
         read, of_down = weigh(x[assignments // each], weights.reshape(-1)[assignments])
-        weighted = down.multiply(gated(read, Rows(sizes, None)), Rows(sizes, None), of_down, backend=backend)
+        weighted = down.multiply(activated(read, Rows(sizes, None)), Rows(sizes, None), of_down, backend=backend)
         products_of_rows = weighted[places]
     here = (experts >= 0) & (experts < num_experts)
     found = products_of_rows.astype(jnp.float32)
@@ -369,6 +384,12 @@ def mix(
         of_row = biases[1][jnp.clip(experts, 0, num_experts - 1)].astype(jnp.float32)
         found = found + (of_row if weighted_inputs else weights[..., None] * of_row)
     return jnp.sum(jnp.where(here[..., None], found, 0.0), axis=1).astype(x.dtype)
+
+
+def _activated(up: GroupedProduct, x: jax.Array, rows: Rows, *, activation: Any, backend: str | None) -> jax.Array:
+    """[A, hidden] -> activation(up), [A, inner], the activation in XLA and in float32."""
+    wide = up.multiply(x, rows, backend=backend).astype(jnp.promote_types(x.dtype, jnp.float32))
+    return UNGATED_ACTIVATIONS[activation](wide).astype(x.dtype)
 
 
 def _gated_apart(
@@ -407,7 +428,11 @@ class SparseMLP(Reader):
         self.router = Router(config, dtype, rngs)
         self.experts = GroupedExperts(config, dtype, rngs, collectives)
         hidden, shared = config.hidden_size, replace(config, intermediate_size=config.shared_size)
-        self.shared = GatedMLP(shared, config.activation, dtype, rngs) if config.shared_size else None
+        mlp = GatedMLP if config.gated_experts else MLP
+        self.shared = mlp(shared, config.activation, dtype, rngs) if config.shared_size else None
+        width = config.latent_size
+        self.into_latents = Linear((hidden,), (width,), hidden**-0.5, dtype, rngs) if width else None
+        self.out_of_latents = Linear((width,), (hidden,), width**-0.5, dtype, rngs) if width else None
         self.shared_gate = PlainLinear((hidden,), (1,), hidden**-0.5, dtype, rngs) if config.shared_gate else None
 
     def __call__(
@@ -428,7 +453,10 @@ class SparseMLP(Reader):
         experts, weights, rows = self.router(x, held=held, live=live, backend=backend)
         if counts is not None:
             counts.count(experts)
-        total = PartialSum(self.experts(x, experts - first, weights, backend, rows))
+        read = x if self.into_latents is None else self.into_latents(x, backend=backend)
+        given = self.experts(read, experts - first, weights, backend, rows)
+        # A product of a shard's term is its term of the product.
+        total = PartialSum(given if self.out_of_latents is None else self.out_of_latents(given, backend=backend))
         if self.shared is None:
             return total
         shared = self.shared(x, backend)

@@ -1,6 +1,6 @@
 """Attention, MLPs and the stack of layers. With `linear`, `norms` and `residual`, what families are built of."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -197,10 +197,17 @@ def _tempered(qkv: jax.Array, temperature: jax.Array) -> jax.Array:
     return jnp.concatenate([(queries * temperature[:, None, None, None]).astype(qkv.dtype), others], axis=-2)
 
 
+UNGATED_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    **ACTIVATIONS,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+}
+"""Those of MLPs without gates: what kernels of gated products take, and squares (So et al. 2021, arXiv:2109.08668)."""
+
+
 class MLP(Reader):
     """Two products with an activation in between (OPT, GPT-2).
 
-    activation: a key of `pallas_kernels.gated_product.ACTIVATIONS` (`ConfigReader.activation`).
+    activation: a key of `UNGATED_ACTIVATIONS`.
     """
 
     def __init__(
@@ -219,13 +226,13 @@ class MLP(Reader):
 
         x: an array, or rounded as `rounding` says. backend: as of `GatedMLP`.
         """
-        return self.down.partial_sum(ACTIVATIONS[self.activation](self.up(x, backend=backend)), backend)
+        return self.down.partial_sum(UNGATED_ACTIVATIONS[self.activation](self.up(x, backend=backend)), backend)
 
 
 class GatedMLP(Reader):
     """The Llama family's MLP; gate and up are one product, gate_up [hidden, 2, intermediate], gate first.
 
-    activation: as of `MLP`.
+    activation: a key of `pallas_kernels.gated_product.ACTIVATIONS` (`ConfigReader.activation`).
     """
 
     def __init__(

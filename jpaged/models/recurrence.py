@@ -2,13 +2,14 @@
 
     x --products--> channels --convolve--> queries, keys, values --gated_delta_rule--> out     `delta_net.GatedDeltaNet`
                                            inputs, b, c          --state_space_dual--> out     `mamba.Mamba2`
+                                           out                                                 `families.lfm2`
 
 A `RecurrentLayer` is called as `Attention` is. A `Recurrence` stands where attention has its `Attend`, and knows where
 the states are. A family says in `ModelConfig.layer_states` which layers have one.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +25,17 @@ from jpaged.pallas_kernels.state_space_dual.reference import state_space_sequenc
 class Recurrence:
     """The contract of what a recurrent layer calls; the caller decides where states live.
 
-    A layer calls `convolve` at most once, and one of the others once. T: tokens; other arguments and results are as of
-    the ops in `pallas_kernels`.
+    A layer calls `convolve` at most once, and one of the others at most once. T: tokens; other arguments and results
+    are as of the ops in `pallas_kernels`.
     """
 
-    def convolve(self, channels: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    def convolve(
+        self,
+        channels: jax.Array,
+        kernel: jax.Array,
+        bias: jax.Array | None = None,
+        activation: Literal["silu"] | None = "silu",
+    ) -> jax.Array:
         """`short_convolution` of [T, channels]."""
         raise NotImplementedError
 
@@ -54,10 +61,16 @@ class WholeSequences(Recurrence):
 
     segment_ids: jax.Array | None = None
 
-    def convolve(self, channels: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    def convolve(
+        self,
+        channels: jax.Array,
+        kernel: jax.Array,
+        bias: jax.Array | None = None,
+        activation: Literal["silu"] | None = "silu",
+    ) -> jax.Array:
         index = jnp.arange(channels.shape[0], dtype=jnp.int32)
         position = index - jax.lax.cummax(jnp.where(self._begins(channels.shape[0]), index, 0))
-        return convolved_sequences(channels, kernel, position, bias)
+        return convolved_sequences(channels, kernel, position, bias, activation)
 
     def gated_delta_rule(
         self, q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array

@@ -15,14 +15,14 @@ class LayerState:
     matrices   float32 [heads, rows, columns]
     history    [width - 1, channels], of the model's dtype
 
-    width: taps of the convolution.
+    A layer may keep one of the two alone, or nothing. width: taps of the convolution.
     """
 
     width: int
 
     @property
-    def matrices(self) -> tuple[int, int, int]:
-        """The shape of a sequence's."""
+    def matrices(self) -> tuple[int, int, int] | None:
+        """The shape of a sequence's; None for none."""
         raise NotImplementedError
 
     @property
@@ -30,9 +30,15 @@ class LayerState:
         """Of the convolution."""
         raise NotImplementedError
 
+    @property
+    def history(self) -> tuple[int, int] | None:
+        """The shape of a sequence's; None for none."""
+        return self.width - 1, self.channels
+
     def num_bytes(self, itemsize: int) -> int:
         """Of one sequence. itemsize: bytes of a number of the model's dtype."""
-        return 4 * prod(self.matrices) + (self.width - 1) * self.channels * itemsize
+        wide = 0 if self.matrices is None else 4 * prod(self.matrices)
+        return wide + (0 if self.history is None else prod(self.history) * itemsize)
 
     def shard(self, shards: int) -> Self:
         """What one of so many shards keeps.
@@ -41,6 +47,45 @@ class LayerState:
             InvalidParameterError: they do not divide the heads.
         """
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class NoState(LayerState):
+    """Of a layer that keeps neither tokens nor a state: an MLP or experts alone (Nemotron-H)."""
+
+    @property
+    def matrices(self) -> None:
+        return None
+
+    @property
+    def history(self) -> None:
+        return None
+
+    def shard(self, shards: int) -> Self:
+        return self
+
+
+@dataclass(frozen=True)
+class ConvolutionState(LayerState):
+    """What a gated short convolution keeps of a sequence: the last inputs (LFM2).
+
+    size: channels of the convolution. width: its taps.
+    """
+
+    size: int
+    width: int
+
+    @property
+    def matrices(self) -> None:
+        return None
+
+    @property
+    def channels(self) -> int:
+        return self.size
+
+    def shard(self, shards: int) -> Self:
+        _check_divides(shards, self.size, "channels")
+        return replace(self, size=self.size // shards)
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,34 @@ GRANITE_4_H = {
 }
 
 
+NEMOTRON = {
+    "architectures": ["NemotronHForCausalLM"],
+    "vocab_size": 131072,
+    "head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "conv_kernel": 4,
+    "mlp_hidden_act": "relu2",
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+LFM2 = {
+    "vocab_size": 65536,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 128000,
+    "norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "tie_embedding": True,
+    "torch_dtype": "bfloat16",
+}
+
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "granite-4.0-h-tiny": (
         GRANITE_4_H
@@ -399,6 +427,28 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
             ("120b", 36, 128, 116_829_156_672),
         )
     },
+    "lfm2-1.2b": (
+        LFM2
+        | {"architectures": ["Lfm2ForCausalLM"], "block_ff_dim": 12288, "block_auto_adjust_ff_dim": True}
+        | {"block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256, "full_attn_idxs": [2, 5, 8, 10, 12, 14]}
+        | {"num_hidden_layers": 16},
+        1_170_340_608,
+    ),
+    "lfm2-8b-a1b": (
+        LFM2
+        | {"architectures": ["Lfm2MoeForCausalLM"], "intermediate_size": 7168, "moe_intermediate_size": 1792}
+        | {"num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 24}
+        | {"layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)]},
+        8_339_929_856 + 22 * 32,  # and what corrects the scores of experts
+    ),
+    "nemotron-3-nano-30b-a3b": (
+        NEMOTRON
+        | {"hidden_size": 2688, "num_attention_heads": 32, "num_key_value_heads": 2, "intermediate_size": 1856}
+        | {"mamba_num_heads": 64, "num_hidden_layers": 52, "n_routed_experts": 128, "num_experts_per_tok": 6}
+        | {"moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712}
+        | {"hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"},
+        31_577_940_288,
+    ),
     "mpt-7b": (
         {
             "architectures": ["MptForCausalLM"],

@@ -41,6 +41,7 @@ UNSPLIT |= {
     "granite4-h-tiny",
     "granite4-h-small",
     "bamba",
+    "nemotron3-nano-style",
 }
 """Models that are split over devices as another of their family is, and run on one alone."""
 
@@ -52,11 +53,14 @@ nothing, since no key-value head is stored more than once."""
 EXPANDED = {"deepseek-v2-lite", "deepseek-v3"}
 """Models with latents whose programs for prompts make keys and values of heads, as larger programs do."""
 
-SPARSE = {"gpt-oss-20b-style", "deepseek-v3", "granite-moe-shared", "llama4-scout-style"}
+SPARSE = {"gpt-oss-20b-style", "deepseek-v3", "granite-moe-shared", "llama4-scout-style", "lfm2-8b-a1b-style"}
+SPARSE |= {"nemotron3-super-style"}
 """Models whose experts are split over devices in both ways."""
 
 HYBRID = {"qwen3-next", "qwen3-next-some-layers", "qwen3.5", "qwen3.5-moe"}
 HYBRID |= {"granite4-h-tiny", "granite4-h-micro", "granite4-h-small", "granite4-h-all-options", "bamba"}
+HYBRID |= {"lfm2-1.2b-style", "lfm2-8b-a1b-style"}
+HYBRID |= {"nemotron-h-8b-style", "nemotron3-nano-style", "nemotron3-super-style"}
 """Models with recurrent layers. They run with smaller chunks, too, and hit snapshots of states on several devices."""
 
 MOST_BYTES = 8192
@@ -131,12 +135,13 @@ def _tokens_by_path(name: str) -> dict[str, Any]:
             with mock.patch.object(placing, "MOST_HOST_BYTES", most):
                 engine = LLMEngine(split)
             found[f"tensor parallel {degree}"] = greedy_tokens(engine)
+            load = _load(engine)
             if name in HYBRID:
                 found[f"split states {degree}"] = greedy_tokens(engine), engine.get_metrics().prefix_cache_hits
             if name in SPARSE:
                 whole = LLMEngine(replace(split, enable_expert_parallel=True))
                 found[f"expert parallel {degree}"] = greedy_tokens(whole)
-                found[f"loads {degree}"] = [_load(engine), _load(whole)]
+                found[f"loads {degree}"] = [load, _load(whole)]
         return found
 
 

@@ -45,7 +45,7 @@ def torch_model(config: Config, seed: int) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in [*model.named_parameters(), *model.named_buffers()]:
-            if name in dict(model.named_buffers()) and not name.endswith("e_score_correction_bias"):
+            if name in dict(model.named_buffers()) and not name.endswith(("e_score_correction_bias", "expert_bias")):
                 continue
             values = torch.randn(weight.shape, generator=generator)
             if name.endswith("A_log"):
@@ -54,7 +54,7 @@ def torch_model(config: Config, seed: int) -> Any:
                 values = values * 0.2
             elif values.ndim == 1:
                 values = 1 + values * 0.2
-            elif name.endswith("conv1d.weight"):
+            elif name.endswith(("conv1d.weight", "conv.conv.weight")):
                 values = values * values.shape[-1] ** -0.5
             elif "embed" in name or "wte" in name or "wpe" in name:
                 values = values * 0.3

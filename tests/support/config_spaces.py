@@ -259,6 +259,45 @@ def mamba_layers(chance: random.Random, config: Config) -> None:
     config[chance.choice(("layer_types", "layers_block_type"))] = kinds
 
 
+def mixers(chance: random.Random, config: Config) -> None:
+    """Nemotron-H's layers, each of one kind, in the spellings of its versions."""
+    heads = chance.choice((2, 4, 6))
+    config |= {"mamba_num_heads": heads, "mamba_head_dim": chance.choice((8, 12)), "ssm_state_size": 16}
+    config[chance.choice(("n_groups", "mamba_n_groups"))] = chance.choice((1, 2))
+    config[chance.choice(("conv_kernel", "mamba_d_conv"))] = chance.choice((2, 3, 4))
+    config |= {"chunk_size": chance.choice((8, 128)), "head_dim": config.get("head_dim") or 16}
+    letters = [chance.choice("MME-*") for _ in range(config["num_hidden_layers"])]
+    letters[chance.randrange(len(letters))] = "*"
+    if "E" not in letters:
+        config["mlp_bias"] = chance.random() < 0.5
+    if chance.random() < 0.5:
+        config["hybrid_override_pattern"] = "".join(letters)
+        return
+    old = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+    new = old | {"M": "linear_attention", "*": "full_attention"}
+    names = chance.choice((old, new))
+    config[chance.choice(("layer_types", "layers_block_type"))] = [names[letter] for letter in letters]
+
+
+def convolutions(chance: random.Random, config: Config) -> None:
+    """LFM2's layers, in the spellings of its versions."""
+    layers = config["num_hidden_layers"]
+    attention = sorted(chance.sample(range(layers), chance.randint(1, layers)))
+    if config["model_type"] == "lfm2" and chance.random() < 0.5:
+        config["full_attn_idxs"] = attention
+    else:
+        config["layer_types"] = ["full_attention" if i in attention else "conv" for i in range(layers)]
+
+
+def adjusted_size(chance: random.Random, config: Config) -> None:
+    """How LFM2's inner size follows from the one that is said, which has two names."""
+    if chance.random() < 0.5:
+        config["block_ff_dim"] = chance.choice((40, 72, 96))
+    config |= {"block_multiple_of": chance.choice((8, 16, 32)), "block_auto_adjust_ff_dim": chance.random() < 0.7}
+    if chance.random() < 0.7:
+        config["block_ffn_dim_multiplier"] = chance.choice((1, 1.0, 1.3))
+
+
 def _rotary_dim(chance: random.Random, config: Config) -> None:
     """The published name of what is rotated."""
     if chance.random() < 0.5:
@@ -420,6 +459,14 @@ _SIGMOID: dict[str, tuple[Any, ...]] = {
     "routed_scaling_factor": (..., 2.5, 1.0),
     "norm_topk_prob": FLAG,
     "first_k_dense_replace": (..., 0, 1, 2),
+}
+
+_LFM2: dict[str, tuple[Any, ...]] = {
+    "norm_eps": EPS,
+    "conv_bias": FLAG,
+    "conv_L_cache": (..., 2, 3, 4),
+    "tie_embedding": FLAG,
+    "theta": (..., 1e6),
 }
 
 SPACES: dict[str, Space] = {
@@ -610,6 +657,57 @@ SPACES: dict[str, Space] = {
             "mamba_proj_bias": FLAG,
         },
         (sizes(dim="rare"), mamba, rotation("default", "linear"), mamba_layers),
+    ),
+    "lfm2": Space(
+        *("Lfm2ForCausalLM", "lfm2", _LFM2),
+        (sizes(dim="rare"), rotation(), convolutions, adjusted_size),
+    ),
+    "lfm2_moe": Space(
+        *("Lfm2MoeForCausalLM", "lfm2_moe", _LFM2 | {"num_dense_layers": (..., 0, 1, 2)}),
+        (
+            *(sizes(dim="rare"), rotation(), convolutions),
+            experts(
+                total=("num_experts",),
+                top=("num_experts_per_tok",),
+                size=("moe_intermediate_size",),
+                norm_topk_prob=FLAG,
+                use_expert_bias=FLAG,
+                routed_scaling_factor=(..., 1.0, 2.5),
+            ),
+        ),
+    ),
+    "nemotron_h": Space(
+        "NemotronHForCausalLM",
+        "nemotron_h",
+        {
+            "layer_norm_epsilon": EPS,
+            "tie_word_embeddings": (..., False),  # ties nothing, so that a body alone has no head
+            "mlp_hidden_act": (..., "relu2", "relu2", "silu", "gelu"),
+            "mamba_hidden_act": _SILU,
+            "use_conv_bias": FLAG,
+            "use_bias": FLAG,
+            "time_step_min": (..., 0.001, 0.5),
+            "time_step_limit": (..., [0.0, 1e30]),
+            "rope_theta": (..., 10000),
+            "sliding_window": (..., None),
+            "attention_bias": (..., False),
+            "residual_in_fp32": FLAG,
+        },
+        (
+            sizes(dim="always"),
+            experts(
+                total=("n_routed_experts",),
+                top=("num_experts_per_tok",),
+                size=("moe_intermediate_size",),
+                n_shared_experts=(..., 1),
+                norm_topk_prob=FLAG,
+                routed_scaling_factor=(..., 1.0, 2.5),
+                moe_shared_expert_intermediate_size=(24, 40),
+                moe_latent_size=(..., None, 16),
+            ),
+            groups,
+            mixers,
+        ),
     ),
     "smollm3": Space(
         "SmolLM3ForCausalLM",

@@ -78,7 +78,7 @@ def dequantized_checkpoint(plain: Path, target: Path, layout: str) -> Path:
 def _rewritten(plain: Path, target: Path, config: dict[str, Any], pack: Callable[[str, np.ndarray], Tensors]) -> Path:
     tensors: Tensors = {}
     for name, tensor in load_file(plain / "model.safetensors").items():
-        is_linear = ("_proj" in name or ".experts." in name) and name.endswith(".weight")
+        is_linear = any(part in name for part in ("_proj", ".experts.", ".feed_forward.w")) and name.endswith(".weight")
         tensors |= pack(name.removesuffix(".weight"), tensor) if is_linear else {name: tensor}
     target.mkdir()
     write_tensors(target / "model.safetensors", tensors)

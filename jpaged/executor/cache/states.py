@@ -17,7 +17,7 @@ are donated, split over a mesh by heads, and given back while an engine sleeps.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, SupportsIndex
+from typing import Any, ClassVar, Literal, NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +35,8 @@ from jpaged.pallas_kernels import gated_delta_rule, short_convolution, state_spa
 class SlotArrays(NamedTuple):
     """What a layer holds of all slots and snapshots, or the shapes or specs of that.
 
-    history: of the model's dtype [entries, width - 1, channels].
-    matrices: float32 [entries, heads, rows, columns].
+    history: of the model's dtype [entries, width - 1, channels]; None of a layer that keeps none.
+    matrices: float32 [entries, heads, rows, columns]; None of a layer that keeps none.
     """
 
     history: Any
@@ -88,12 +88,12 @@ class StateSlots:
     @property
     def shapes(self) -> tuple[SlotArrays, ...]:
         """Shapes of the arrays, as trees of `ShapeDtypeStruct`s."""
-        entries = self.null_row
+
+        def of_entries(shape: tuple[int, ...] | None, dtype: Any) -> jax.ShapeDtypeStruct | None:
+            return None if shape is None else jax.ShapeDtypeStruct((self.null_row, *shape), dtype)
+
         return tuple(
-            SlotArrays(
-                jax.ShapeDtypeStruct((entries, layer.state.width - 1, layer.state.channels), layer.dtype),
-                jax.ShapeDtypeStruct((entries, *layer.state.matrices), jnp.float32),
-            )
+            SlotArrays(of_entries(layer.state.history, layer.dtype), of_entries(layer.state.matrices, jnp.float32))
             for layer in self.layers
         )
 
@@ -113,7 +113,8 @@ class StateSlots:
         def copied(x: Array) -> Array:
             return x.at[target].set(x.at[source].get(mode="clip"), mode="drop")
 
-        return tuple(SlotArrays(copied(history), copied(matrices)) for history, matrices in states)
+        copies: States = jax.tree.map(copied, states)
+        return copies
 
 
 @jax.tree_util.register_dataclass
@@ -125,9 +126,15 @@ class SlotRecurrence(Recurrence):
     rows: StateRows
     backend: str | None = field(metadata={"static": True})
 
-    def convolve(self, channels: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-        held = self.state.history
-        mixed, history = short_convolution(held, channels, kernel, *self.rows, bias=bias, backend=self.backend)
+    def convolve(
+        self,
+        channels: jax.Array,
+        kernel: jax.Array,
+        bias: jax.Array | None = None,
+        activation: Literal["silu"] | None = "silu",
+    ) -> jax.Array:
+        options: dict[str, Any] = {"bias": bias, "activation": activation, "backend": self.backend}
+        mixed, history = short_convolution(self.state.history, channels, kernel, *self.rows, **options)
         self.state = self.state._replace(history=history)
         return mixed
 

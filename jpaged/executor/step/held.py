@@ -68,7 +68,10 @@ def held_shapes(setup: Setup, mesh: DeviceMesh) -> dict[str, HeldShapes]:
     }
     if setup.states:
         spec = setup.states.states_spec
-        shapes = tuple(SlotArrays(*map(mesh.split, layer, spec)) for layer in setup.states.shapes)
+        shapes = tuple(
+            SlotArrays(*(part and mesh.split(part, axes) for part, axes in zip(layer, spec, strict=True)))
+            for layer in setup.states.shapes
+        )
         held["recurrent"] = HeldShapes(shapes, (spec,) * len(shapes))
     if config.one_shot_rows:
         state = initial_all_reduce_state(mesh.size, config.one_shot_rows, model.config.hidden_size, model.dtype)

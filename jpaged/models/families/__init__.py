@@ -15,9 +15,11 @@ from jpaged.models.families.gpt_oss import GptOssFamily
 from jpaged.models.families.gptj import GPTJFamily
 from jpaged.models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_MOE_SHARED
 from jpaged.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
+from jpaged.models.families.lfm2 import LFM2, LFM2_MOE
 from jpaged.models.families.llama import ERNIE45, LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, QWEN2, QWEN3, SEED_OSS
 from jpaged.models.families.llama4 import Llama4Family
 from jpaged.models.families.mpt import MptFamily
+from jpaged.models.families.nemotron_h import NemotronHFamily
 from jpaged.models.families.olmo import OLMO2, OLMO3
 from jpaged.models.families.opt import OPTFamily
 from jpaged.models.families.phi3 import Phi3Family
@@ -161,6 +163,17 @@ _DEEPSEEK_V3 = About(
 _GLM47_FLASH = About(
     "GLM-4.7-Flash", "30B-A3B", "as DeepSeek-V3; every layer but the first has experts, or as config.json says"
 )
+_LFM2 = About(
+    "LFM2",
+    "LFM2 and LFM2.5: 350M, 700M, 1.2B, 2.6B",
+    "gated short convolutions in most layers; norms of queries and keys; tied head",
+)
+_LFM2_MOE = About("LFM2-MoE", "LFM2-8B-A1B", "as LFM2; experts chosen by a sigmoid with a bias, in all layers but two")
+_NEMOTRON_H = About(
+    "Nemotron-H",
+    "Nemotron-H 8B, 47B, 56B; Nemotron Nano 2 9B, 12B; Nemotron 3 Nano, Super",
+    "Mamba-2, attention without RoPE, MLPs and experts, each a layer; squared ReLU without gates",
+)
 _OPT = About("OPT", "125M to 66B", "learned positions; norms before or after; projected embeddings (350M)")
 _GPT2 = About("GPT-2", "124M to 1.5B; CodeParrot", "learned positions; joined q, k, v; scores scaled by layer")
 
@@ -208,6 +221,9 @@ register("GPTJForCausalLM", GPTJFamily(), _GPTJ)
 register("BloomForCausalLM", BloomFamily(), _BLOOM)
 register("MptForCausalLM", MptFamily(), _MPT)
 register("MPTForCausalLM", MptFamily(), _MPT)  # as MosaicML's own checkpoints have it
+register("Lfm2ForCausalLM", LFM2, _LFM2)
+register("Lfm2MoeForCausalLM", LFM2_MOE, _LFM2_MOE)
+register("NemotronHForCausalLM", NemotronHFamily(), _NEMOTRON_H)
 register("OPTForCausalLM", OPTFamily(), _OPT)
 register("GPT2LMHeadModel", GPT2Family(), _GPT2)
 register("MixtralForCausalLM", MIXTRAL, _MIXTRAL)

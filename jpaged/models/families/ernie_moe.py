@@ -13,7 +13,7 @@ from jpaged.models.config_reader import ConfigReader
 from jpaged.models.experts import Routing
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece
-from jpaged.models.sparse_llama import SparseLlamaConfig, SparseLlamaFamily, sparse_fields
+from jpaged.models.sparse_llama_family import SparseLlamaConfig, SparseLlamaFamily, sparse_fields
 
 
 class ErnieMoeFamily(SparseLlamaFamily):

@@ -19,7 +19,7 @@ from jpaged.models.layers import Attention
 from jpaged.models.linear import PartialSum
 from jpaged.models.loading import pieces
 from jpaged.models.norms import HeadNorms, Norm
-from jpaged.models.sparse_llama import SparseLlamaConfig, SparseLlamaFamily
+from jpaged.models.sparse_llama_family import SparseLlamaConfig, SparseLlamaFamily
 from jpaged.pallas_kernels import split_qkv
 
 

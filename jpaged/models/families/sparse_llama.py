@@ -15,7 +15,7 @@ from jpaged.models.family import TEXT_PART_NAMES
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece
 from jpaged.models.rope import without_image_sections
-from jpaged.models.sparse_llama import SparseLlamaConfig, SparseLlamaFamily, sparse_fields
+from jpaged.models.sparse_llama_family import SparseLlamaConfig, SparseLlamaFamily, sparse_fields
 
 _FUSED = "experts_in_one_tensor"
 """As in `qwen_hybrid`: an entry of ours in config.json, whether one tensor has all experts of a layer."""

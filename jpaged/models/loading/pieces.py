@@ -386,12 +386,12 @@ def sparse_mlp(theirs: str, ours: str, config: SparseShape, names: ExpertNames =
         yield transposed(f"{theirs}.{names.shared}_gate.weight", f"{ours}.shared_gate", hidden, 1)
 
 
-def gated_mlp(theirs: str, ours: str, hidden: int, inner: int) -> Iterator[Piece]:
-    """gate_proj, up_proj and down_proj, torch linear layers, into a `GatedMLP`."""
-    for slot, name in enumerate(("gate_proj", "up_proj")):
+def gated_mlp(theirs: str, ours: str, hidden: int, inner: int, names: ExpertNames = USUAL_NAMES) -> Iterator[Piece]:
+    """gate_proj, up_proj and down_proj, torch linear layers, into a `GatedMLP`. names: other ones of the three."""
+    for slot, name in enumerate((names.gate, names.up)):
         split, start = (1, inner, hidden), (0, slot, 0)
         yield Piece(f"{theirs}.{name}.weight", (inner, hidden), f"{ours}.gate_up", split, (2, 0, 1), start)
-    yield transposed(f"{theirs}.down_proj.weight", f"{ours}.down", inner, hidden)
+    yield transposed(f"{theirs}.{names.down}.weight", f"{ours}.down", inner, hidden)
 
 
 def layer_norm(prefix: str, parameter: str, size: int) -> Iterator[Piece]:

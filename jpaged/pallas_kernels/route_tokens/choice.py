@@ -11,6 +11,7 @@ class ExpertChoice:
     per_token: experts of a token.
     score: what its logits become: "softmax" over all experts, or "sigmoid" of each (DeepSeek-V3).
     renormalized: a token's weights are divided by their sum.
+    added_to_sum: what is added to a sum of sigmoids before (DeepSeek-V3's by default).
     factor: multiplies the weights.
     groups, kept_groups: experts are in this many equal groups, and a token's come from the best of these alone. One
         group: no such limit.
@@ -20,6 +21,7 @@ class ExpertChoice:
     per_token: int
     score: Literal["softmax", "sigmoid"] = "softmax"
     renormalized: bool = True
+    added_to_sum: float = 1e-20
     factor: float = 1.0
     groups: int = 1
     kept_groups: int = 1

@@ -57,7 +57,7 @@ def route(logits: jax.Array, routing: ExpertChoice, correction: jax.Array | None
     if routing.score == "softmax" and of_best:
         weights = jax.nn.softmax(weights, axis=-1)
     elif routing.renormalized:
-        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)  # as DeepSeek-V3
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + routing.added_to_sum)
     return experts, weights * routing.factor if routing.factor != 1.0 else weights
 
 

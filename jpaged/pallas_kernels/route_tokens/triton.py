@@ -80,6 +80,7 @@ def route_tokens(operands: Operands, *, choice: ExpertChoice, held: int, tile_he
         "EXPERTS": experts,
         "SCORE": score.value,
         "RENORMALIZED": choice.renormalized,
+        "ADDED": choice.added_to_sum,
         "FACTOR": choice.factor,
     }
     rule |= {"BIASED": correction is not None, "PADDED": live is not None, "GROUPS": choice.groups}
@@ -139,6 +140,7 @@ def _route(
     HEIGHT: tl.constexpr,  # of a tile
     SCORE: tl.constexpr,
     RENORMALIZED: tl.constexpr,
+    ADDED: tl.constexpr,
     FACTOR: tl.constexpr,
     BIASED: tl.constexpr,
     PADDED: tl.constexpr,  # tokens may not be live
@@ -151,7 +153,7 @@ def _route(
     listed: int32 [tiles, 3]. row_weights: float32 [T * K + ..]."""
     nth, weight, here = _choice(
         logits, correction, live, first, experts, weights, 0, TOKENS, EXPERTS, K, BLOCK, WIDE, HELD, SPLIT, SCORE,
-        RENORMALIZED, FACTOR, BIASED, PADDED, GROUPS, KEPT, GROUP_BEST
+        RENORMALIZED, ADDED, FACTOR, BIASED, PADDED, GROUPS, KEPT, GROUP_BEST
     )  # fmt: skip
     offset = 0
     if SPLIT:
@@ -187,6 +189,7 @@ def _choose(
     SPLIT: tl.constexpr,
     SCORE: tl.constexpr,
     RENORMALIZED: tl.constexpr,
+    ADDED: tl.constexpr,
     FACTOR: tl.constexpr,
     BIASED: tl.constexpr,
     PADDED: tl.constexpr,
@@ -200,7 +203,7 @@ def _choose(
     block = tl.program_id(0)
     nth, _, here = _choice(
         logits, correction, live, first, experts, weights, block, TOKENS, EXPERTS, K, BLOCK, WIDE, HELD, SPLIT, SCORE,
-        RENORMALIZED, FACTOR, BIASED, PADDED, GROUPS, KEPT, GROUP_BEST
+        RENORMALIZED, ADDED, FACTOR, BIASED, PADDED, GROUPS, KEPT, GROUP_BEST
     )  # fmt: skip
     expert = tl.arange(0, WIDE)
     if SPLIT:
@@ -280,7 +283,7 @@ def _arrange(
 @triton.jit
 def _choice(
     logits, correction, live, first, experts, weights, block, TOKENS, EXPERTS, K, BLOCK, WIDE, HELD, SPLIT, SCORE,
-    RENORMALIZED, FACTOR, BIASED, PADDED, GROUPS, KEPT, GROUP_BEST
+    RENORMALIZED, ADDED, FACTOR, BIASED, PADDED, GROUPS, KEPT, GROUP_BEST
 ):  # fmt: skip
     """Picks the experts of a block's tokens, and stores these and their weights.
 
@@ -320,7 +323,7 @@ def _choice(
     if RENORMALIZED:
         total = tl.sum(tl.where(chosen, weight, 0.0), axis=1)
         if SCORE == _EACH:
-            total += 1e-20  # as DeepSeek-V3
+            total += ADDED
         weight = weight / total[:, None]
     weight = weight * FACTOR
     here = chosen

@@ -1,14 +1,23 @@
 """The short convolution in plain XLA."""
 
+from functools import partial
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
 from jpaged.pallas_kernels.common.rows import Rows
 
 
-@jax.jit
+@partial(jax.jit, static_argnames="activation")
 def short_convolution(
-    history: jax.Array, x: jax.Array, kernel: jax.Array, rows: Rows, bias: jax.Array | None
+    history: jax.Array,
+    x: jax.Array,
+    kernel: jax.Array,
+    rows: Rows,
+    bias: jax.Array | None,
+    *,
+    activation: Literal["silu"] | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`short_convolution` of the package, checked."""
     slots, fresh, query_starts = rows
@@ -20,7 +29,7 @@ def short_convolution(
     if query_starts is None:
         inputs = jnp.concatenate([held, x[:, None]], axis=1)  # [R, width, channels]
         total = jnp.sum(inputs.astype(jnp.float32) * kernel.astype(jnp.float32), axis=1)
-        return _activated(total, bias).astype(x.dtype), history.at[written].set(inputs[:, 1:], mode="drop")
+        return _activated(total, bias, activation).astype(x.dtype), history.at[written].set(inputs[:, 1:], mode="drop")
     starts, lengths = query_starts[:-1], query_starts[1:] - query_starts[:-1]
     token = jnp.arange(tokens, dtype=jnp.int32)
     row = jnp.minimum(jnp.sum(token[:, None] >= query_starts[None, 1:], axis=1, dtype=jnp.int32), slots.shape[0] - 1)
@@ -37,18 +46,22 @@ def short_convolution(
     old = jnp.take_along_axis(held, jnp.clip(index + before, 0, before - 1)[..., None], axis=1)
     last = jnp.where((index >= 0)[..., None], own, old)
     written = jnp.where(lengths > 0, written, num_slots)
-    return _activated(total, bias).astype(x.dtype), history.at[written].set(last, mode="drop")
+    return _activated(total, bias, activation).astype(x.dtype), history.at[written].set(last, mode="drop")
 
 
 def convolved_sequences(
-    x: jax.Array, kernel: jax.Array, position: jax.Array, bias: jax.Array | None = None
+    x: jax.Array,
+    kernel: jax.Array,
+    position: jax.Array,
+    bias: jax.Array | None = None,
+    activation: Literal["silu"] | None = "silu",
 ) -> jax.Array:
     """The short convolution over whole sequences. It is differentiable.
 
     x: [T, channels]. kernel: [width, channels]. position: int32 [T], of each token in its sequence, whose tokens are
-    consecutive. bias: [channels], or None. Returns [T, channels].
+    consecutive. bias: [channels], or None. activation: as of `short_convolution`. Returns [T, channels].
     """
-    return _activated(within_rows(x, kernel, position), bias).astype(x.dtype)
+    return _activated(within_rows(x, kernel, position), bias, activation).astype(x.dtype)
 
 
 def within_rows(x: jax.Array, kernel: jax.Array, position: jax.Array) -> jax.Array:
@@ -62,7 +75,7 @@ def within_rows(x: jax.Array, kernel: jax.Array, position: jax.Array) -> jax.Arr
     return total
 
 
-def _activated(total: jax.Array, bias: jax.Array | None) -> jax.Array:
+def _activated(total: jax.Array, bias: jax.Array | None, activation: Literal["silu"] | None) -> jax.Array:
     if bias is not None:
         total = total + bias.astype(jnp.float32)
-    return total * jax.nn.sigmoid(total)
+    return total if activation is None else total * jax.nn.sigmoid(total)

@@ -106,15 +106,24 @@ def test_weights_are_those_of_the_published_layout_to_the_bit(layout, plain, tmp
 
 
 @pytest.mark.parametrize("layout", ["fp8-blocks", "awq"])
-@pytest.mark.parametrize("name", ["bamba", "qwen3.5", "qwen3-next"])
+@pytest.mark.parametrize("name", ["bamba", "qwen3.5", "qwen3-next", "lfm2-1.2b-style", "nemotron3-super-style"])
 def test_so_are_those_of_recurrent_layers(layout, name, tmp_path):
     """Whose products are joined of parts of one tensor, or of several."""
-    sizes = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64} if name == "qwen3-next" else {}
+    sizes = {
+        "qwen3-next": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
+        "nemotron3-super-style": dict.fromkeys(
+            ("moe_intermediate_size", "moe_shared_expert_intermediate_size", "moe_latent_size"), 64
+        ),
+    }.get(name, {})
     source = plain_checkpoint(name, tmp_path / "plain", **sizes)
     ours = load(quantized_checkpoint(source, tmp_path / "quantized", layout))
     model, weights = load(dequantized_checkpoint(source, tmp_path / "dequantized", layout))
     found = dequantized(*ours)
-    inputs = {"attention.zx", "attention.bc", "attention.dt_in"} if name == "bamba" else {"attention.qkvz"}
+    mamba = {"attention.zx", "attention.bc", "attention.dt_in"}
+    inputs = {
+        **{"bamba": mamba, "lfm2-1.2b-style": {"attention.bcx"}},
+        "nemotron3-super-style": mamba | {"mlp.up", "mlp.experts.up", "mlp.into_latents", "mlp.out_of_latents"},
+    }.get(name, {"attention.qkvz"})
     assert inputs | {"attention.out"} <= {name.split(".", 2)[2] for name in ours[0].quantized}
     for parameter, expected in zip(model.parameter_names, weights, strict=True):
         np.testing.assert_array_equal(found[parameter], np.asarray(expected), err_msg=parameter)

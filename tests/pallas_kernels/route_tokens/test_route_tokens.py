@@ -32,6 +32,7 @@ CASES = {  # tokens, experts, choice, of the routers that families have
     ),
     "DeepSeek-V3": (19, 256, EACH),
     "dots.llm1": (6, 24, ExpertChoice(per_token=6, score="sigmoid", renormalized=False)),
+    "LFM2, with more added to sums": (6, 32, ExpertChoice(per_token=4, score="sigmoid", added_to_sum=0.1)),
     "ERNIE 4.5": (9, 64, CORRECTED),
     "one expert": (3, 1, ExpertChoice(per_token=1)),
 }
@@ -117,7 +118,8 @@ def test_each_token_gets_its_best_experts_their_weights_and_its_rows(name, backe
     wanted = plain_choice(scores, correction, choice)
     shares = np.take_along_axis(scores, wanted, axis=1)
     if choice.renormalized:
-        shares = shares / shares.sum(axis=1, keepdims=True)
+        added = choice.added_to_sum if choice.score == "sigmoid" else 0.0
+        shares = shares / (shares.sum(axis=1, keepdims=True) + added)
     for found, lives, of, count in (
         (run(logits, correction, choice, backend), np.ones(tokens, bool), 0, experts),
         (run(logits, correction, choice, backend, live=live, first=first, held=held, height=2), live, first, held),

@@ -10,7 +10,7 @@ from jpaged.pallas_kernels.short_convolution.reference import convolved_sequence
 NUM_SLOTS, CHANNELS = 6, 10
 
 
-def exact(history, x, kernel, slots, fresh, lengths, bias=0.0):
+def exact(history, x, kernel, slots, fresh, lengths, bias=0.0, activation="silu"):
     history, x, kernel = (np.array(a, np.float64) for a in (history, x, kernel))
     before, out, t = len(kernel) - 1, np.zeros_like(x), 0
     for slot, is_fresh, length in zip(slots, fresh, lengths, strict=True):
@@ -19,16 +19,17 @@ def exact(history, x, kernel, slots, fresh, lengths, bias=0.0):
         inputs = np.concatenate([held, x[t : t + length]])
         for i in range(length):
             total = (inputs[i : i + before + 1] * kernel).sum(0) + bias
-            out[t + i] = total / (1 + np.exp(-total))
+            out[t + i] = total / (1 + np.exp(-total)) if activation else total
         t += length
         if live and length:
             history[slot] = inputs[len(inputs) - before :]
     return out, history, t
 
 
+@pytest.mark.parametrize("activation", ["silu", None])
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("lengths", [None, [1, 5, 0, 2, 3], [9], [1, 1, 1, 1]])
-def test_rows_go_on_from_what_their_slots_hold(width, lengths):
+def test_rows_go_on_from_what_their_slots_hold(width, lengths, activation):
     rng = np.random.default_rng(width)
     rows = 4 if lengths is None else len(lengths)
     tokens = 4 if lengths is None else sum(lengths) + 3
@@ -39,21 +40,23 @@ def test_rows_go_on_from_what_their_slots_hold(width, lengths):
     fresh = slots == 1
     starts = None if lengths is None else np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     bias = rng.standard_normal(CHANNELS).astype(np.float32) if width == 4 else None
-    out, left = short_convolution(history, x, kernel, slots, fresh, starts, bias=bias)
+    out, left = short_convolution(history, x, kernel, slots, fresh, starts, bias=bias, activation=activation)
     added = 0.0 if bias is None else bias
-    right, right_left, count = exact(history, x, kernel, slots, fresh, lengths or [1] * rows, added)
+    right, right_left, count = exact(history, x, kernel, slots, fresh, lengths or [1] * rows, added, activation)
     np.testing.assert_allclose(out[:count], right[:count], rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(left, right_left.astype(np.float32))
 
 
-def test_whole_sequences_begin_with_zeros():
+@pytest.mark.parametrize("activation", ["silu", None])
+def test_whole_sequences_begin_with_zeros(activation):
     rng = np.random.default_rng(0)
     x, kernel = (rng.standard_normal((n, CHANNELS)).astype(np.float32) for n in (12, 4))
     lengths = [5, 1, 6]
     position = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)
     bias = rng.standard_normal(CHANNELS).astype(np.float32)
-    right, _, _ = exact(np.zeros((NUM_SLOTS, 3, CHANNELS)), x, kernel, range(3), [True] * 3, lengths, bias)
-    np.testing.assert_allclose(convolved_sequences(x, kernel, position, bias), right, rtol=1e-5, atol=1e-6)
+    right, _, _ = exact(np.zeros((NUM_SLOTS, 3, CHANNELS)), x, kernel, range(3), [True] * 3, lengths, bias, activation)
+    found = convolved_sequences(x, kernel, position, bias, activation)
+    np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-6)
 
 
 def test_sums_of_16_bits_are_rounded_once():
