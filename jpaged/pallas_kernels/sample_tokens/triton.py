@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
+from jax import lax
 
 from jpaged.pallas_kernels.common.triton_call import Launch, call
 from jpaged.pallas_kernels.sample_tokens import noise
@@ -41,6 +42,7 @@ from jpaged.pallas_kernels.sample_tokens.triton_rows import (
     keep_share,
     list_groups,
     list_tokens,
+    load_numbers,
     load_tokens,
     mass_above,
     uniform,
@@ -73,6 +75,14 @@ def unsupported(logits: jax.Array) -> str | None:
     return None
 
 
+def numbers_of(operands: Operands) -> jax.Array:
+    """What the kernels take of a row beside its logits, int32 [R, 7]: the bits of the four numbers of `row_numbers`,
+    top_k, and the two words of the noise's key. One array, so that XLA makes it in one kernel."""
+    floats, top_k = row_numbers(operands)
+    keys = (lax.bitcast_convert_type(key, jnp.int32) for key in noise.row_keys(operands.seeds, operands.positions))
+    return jnp.stack([*lax.bitcast_convert_type(floats, jnp.int32).T, top_k, *keys], axis=1)
+
+
 @partial(jax.jit, static_argnames=("tile", "part", "room"))
 def sample_tokens(
     operands: Operands, *, tile: int | None = None, part: int | None = None, room: int | None = None
@@ -80,8 +90,7 @@ def sample_tokens(
     """`sample_tokens` of the package, checked. tile, part, room: to try others than `_TILE`, `_PART` and `_ROOM`."""
     logits = operands.logits
     rows, vocab_size = logits.shape
-    floats, top_k = row_numbers(operands)
-    keys = jnp.stack(noise.row_keys(operands.seeds, operands.positions), axis=1)
+    numbers = numbers_of(operands)
     shares = operands.top_p is not None
     truncates = any(x is not None for x in (operands.top_k, operands.top_p, operands.min_p))
     tile, part, room = tile or _TILE, part or _PART, room or _ROOM
@@ -97,8 +106,7 @@ def sample_tokens(
         _scan,
         Launch((rows, parts), warps=1),
         logits,
-        floats,
-        keys,
+        numbers,
         out=[
             shape(parts, jnp.float32),
             shape(parts, jnp.int32),
@@ -115,9 +123,7 @@ def sample_tokens(
         _choose,
         Launch((rows,), warps=8, registers=_MOST_REGISTERS),
         logits,
-        floats,
-        top_k,
-        keys,
+        numbers,
         *found,
         out=[
             jax.ShapeDtypeStruct((rows,), jnp.int32),
@@ -139,7 +145,7 @@ def sample_tokens(
         weigh,
         Launch((rows, parts), warps=max(1, part // 512)),
         logits,
-        floats,
+        numbers,
         found[0],
         levels,
         units,
@@ -152,8 +158,7 @@ def sample_tokens(
         settle,
         Launch((rows,), warps=8, registers=_MOST_REGISTERS),
         logits,
-        floats,
-        keys,
+        numbers,
         found[1],
         found[3],
         tokens,
@@ -172,8 +177,7 @@ def sample_tokens(
 @triton.jit
 def _scan(
     logits,
-    floats,
-    keys,
+    numbers,
     tops,
     ids,
     masses,
@@ -188,17 +192,13 @@ def _scan(
 ):
     """Of a part of a row: its largest logit, its best token, its mass in units of the largest, and its groups' maxima.
 
-    logits: float32 [R, VOCAB]. floats: float32 [R, 4], of `row_numbers`. keys: uint32 [R, 2]. tops, masses: float32
-    [R, PARTS]. ids: int32 [R, PARTS]. maxima: float32 [R, GROUPS]. Masses of rows with top_p alone; maxima where
-    TRUNCATES.
+    logits: float32 [R, VOCAB]. numbers: of `numbers_of`. tops, masses: float32 [R, PARTS]. ids: int32 [R, PARTS].
+    maxima: float32 [R, GROUPS]. Masses of rows with top_p alone; maxima where TRUNCATES.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    rate = tl.load(floats + row * 4)
-    strength = tl.load(floats + row * 4 + 1)
-    share = tl.load(floats + row * 4 + 2)
-    key0 = tl.load(keys + row * 2)
-    key1 = tl.load(keys + row * 2 + 1)
+    rate, strength, share, offset, k, key0, key1 = load_numbers(numbers, row)
+    weighs = (share < 1) & (k <= 0) & (offset == -_INF)
     top = -_INF
     best = _LEAST_SCORE
     token = 0
@@ -222,7 +222,7 @@ def _scan(
             # Scores are relative to the largest logit so far, near which float32 tells the noise of tokens apart.
             best = tl.maximum(best + (top - higher) * rate, _LEAST_SCORE)
             base = (x - higher) * rate
-            if share < 1:
+            if weighs:
                 mass = mass * tl.exp2((top - higher) * rate) + tl.sum(tl.exp2(base), axis=0)
             if (new - higher) * rate + _LARGEST_NOISE * strength > best:
                 u = uniform(at, key0, key1)
@@ -242,9 +242,7 @@ def _scan(
 @triton.jit
 def _choose(
     logits,
-    floats,
-    top_k,
-    keys,
+    numbers,
     tops,
     ids,
     masses,
@@ -267,7 +265,7 @@ def _choose(
 ):
     """The token of a row, from what `_scan` found; where top_p alone truncates it, the best of the parts' and levels.
 
-    top_k: int32 [R], 0 for all. tokens: int32 [R]. levels: float32 [R, LEVELS], where SHARES; plus infinity in rows
+    numbers: of `numbers_of`. tokens: int32 [R]. levels: float32 [R, LEVELS], where SHARES; plus infinity in rows
     without any. units: float32 [R, 2], of rows with some: the largest logit, and the row's mass in units of its own.
     listed: int32 [R, GROUPS], few: int32 [R, ROOM], scratch.
     """
@@ -275,10 +273,7 @@ def _choose(
     part = tl.arange(0, ALL_PARTS)
     exists = part < PARTS
     # All loads at once: each that waited for another would add its latency.
-    rate, strength = tl.load(floats + row * 4), tl.load(floats + row * 4 + 1)
-    share, offset = tl.load(floats + row * 4 + 2), tl.load(floats + row * 4 + 3)
-    k = tl.load(top_k + row)
-    key0, key1 = tl.load(keys + row * 2), tl.load(keys + row * 2 + 1)
+    rate, strength, share, offset, k, key0, key1 = load_numbers(numbers, row)
     part_top = tl.load(tops + row * PARTS + part, mask=exists, other=-_INF)
     at = tl.load(ids + row * PARTS + part, mask=exists, other=0)
     mass = tl.load(masses + row * PARTS + part, mask=exists, other=0.0)

@@ -13,6 +13,16 @@ _NO_TOKEN: tl.constexpr = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
+def load_numbers(numbers, row):
+    """A row of `triton.numbers_of`: rate, strength, top_p, offset of min_p, top_k, and the key's words."""
+    numbers += row * 7
+    rate, strength = tl.load(numbers).to(tl.float32, bitcast=True), tl.load(numbers + 1).to(tl.float32, bitcast=True)
+    share, offset = tl.load(numbers + 2).to(tl.float32, bitcast=True), tl.load(numbers + 3).to(tl.float32, bitcast=True)
+    key0, key1 = tl.load(numbers + 5).to(tl.uint32, bitcast=True), tl.load(numbers + 6).to(tl.uint32, bitcast=True)
+    return rate, strength, share, offset, tl.load(numbers + 4), key0, key1
+
+
+@triton.jit
 def without_nan(x):
     """NaN becomes minus infinity and plus infinity the largest float."""
     return tl.where(x == x, tl.minimum(x, _LARGEST), -_INF)

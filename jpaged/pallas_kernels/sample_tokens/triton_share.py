@@ -22,6 +22,7 @@ from jpaged.pallas_kernels.sample_tokens.triton_rows import (
     keep_share,
     list_groups,
     list_tokens,
+    load_numbers,
     load_tokens,
     mass_above,
     uniform,
@@ -53,7 +54,7 @@ def levels_around(x, mass, logit, share):
 @triton.jit
 def weigh(
     logits,
-    floats,
+    numbers,
     tops,
     levels,
     units,
@@ -64,16 +65,17 @@ def weigh(
 ):
     """Of a part of a row: its mass above each level.
 
-    logits: float32 [R, VOCAB]. floats: float32 [R, 4], of `row_numbers`. tops: float32 [R, PARTS], of `_scan`. levels:
-    float32 [R, LEVELS], all plus infinity where a row needs none. units: of `_choose`. sums: float32 [R, PARTS,
-    LEVELS], in units of the row's largest; not written where a row needs none.
+    logits: float32 [R, VOCAB]. numbers: of `triton.numbers_of`. tops: float32 [R, PARTS], of `_scan`. levels: float32
+    [R, LEVELS], all plus infinity where a row needs none. units: of `_choose`. sums: float32 [R, PARTS, LEVELS], in
+    units of the row's largest; not written where a row needs none.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     levels += row * _LEVELS
     sums += (row * PARTS + part) * _LEVELS
     level = tl.arange(0, _LEVELS)
-    rate, top, highest = tl.load(floats + row * 4), tl.load(units + row * 2), tl.load(tops + row * PARTS + part)
+    rate = load_numbers(numbers, row)[0]
+    top, highest = tl.load(units + row * 2), tl.load(tops + row * PARTS + part)
     lowest = tl.min(tl.load(levels + level), axis=0)
     if lowest < _INF:
         if highest > lowest:
@@ -89,8 +91,7 @@ def weigh(
 @triton.jit
 def settle(
     logits,
-    floats,
-    keys,
+    numbers,
     ids,
     maxima,
     firsts,
@@ -109,15 +110,15 @@ def settle(
     PASS: tl.constexpr,  # groups
     ROOM: tl.constexpr,  # tokens
 ):
-    """The token of a row. keys: uint32 [R, 2]. ids, maxima: of `_scan`. firsts: int32 [R], the row's token where it has
-    no levels, else the best of the winners. levels, units: of `_choose`. sums: of `weigh`. tokens: int32 [R]. listed:
-    int32 [R, GROUPS], few: int32 [R, ROOM], scratch."""
+    """The token of a row. numbers: of `triton.numbers_of`. ids, maxima: of `_scan`. firsts: int32 [R], the row's token
+    where it has no levels, else the best of the winners. levels, units: of `_choose`. sums: of `weigh`. tokens: int32
+    [R]. listed: int32 [R, GROUPS], few: int32 [R, ROOM], scratch."""
     row = tl.program_id(0).to(tl.int64)
     level, part = tl.arange(0, _LEVELS), tl.arange(0, ALL_PARTS)
     exists = part < PARTS
     token = tl.load(firsts + row)
     at_level = tl.load(levels + row * _LEVELS + level)
-    rate, share = tl.load(floats + row * 4), tl.load(floats + row * 4 + 2)
+    rate, _, share, _, _, key0, key1 = load_numbers(numbers, row)
     top, total = tl.load(units + row * 2), tl.load(units + row * 2 + 1)
     at_sum = sums + (row * PARTS + part)[:, None] * _LEVELS + level[None, :]
     of_parts = tl.load(at_sum, mask=exists[:, None], other=0.0)
@@ -129,7 +130,6 @@ def settle(
         sure = tl.min(tl.where(kept, at_level, _INF), axis=0)  # and all from here up is kept
         logit = tl.load(levels + row * _LEVELS)
         if logit < sure:
-            key0, key1 = tl.load(keys + row * 2), tl.load(keys + row * 2 + 1)
             at = tl.load(ids + row * PARTS + part, mask=exists, other=0)
             x = without_nan(tl.load(logits + at))
             score = tl.where(exists, (x - top) * rate + gumbel(uniform(at, key0, key1)), -_INF)
