@@ -2,8 +2,8 @@
 
     logits of a row   | group | group | ..     64 tokens each
     _scan             a warp a part of 2,048 tokens: its best token, its mass, and the largest logit of each group
-    _choose           a CTA a row: the best of the parts; where top_k or min_p truncates the row, the search below
-    weigh, settle     where top_p alone does: `triton_share.py`
+    _choose           a CTA a row: the best of the parts; where the row is truncated, the search below
+    weigh, settle     the same where top_p alone truncates it, and to more than a few tokens: `triton_share.py`
 
 The wanted token is the argmax of logit / temperature + noise over the kept tokens, and a token's noise is fixed. The
 kept tokens are an upper set of the logits, so truncation is by rejection, as in `hopper.py`:
@@ -12,9 +12,10 @@ kept tokens are an upper set of the logits, so truncation is by rejection, as in
     repeat: t = the best token of those above the floor; stop if top_p keeps t; floor = the logit of t
 
 top_p keeps t if the mass above t is less than its share. The k-th largest of the groups' largest logits is not above
-the k-th largest logit, so the search for that, by its bits, needs about k groups. `_choose` lists those that have a
-logit above the floor, and in them the tokens. Up to 1,024 tokens stay in registers, a few a thread, for all that
-follows; of more, every pass reads the listed groups again.
+the k-th largest logit, so the search for that, by its bits, needs about k groups. Where top_p alone truncates a row, a
+floor is a number above which the groups' largest logits weigh the share, if there is one. `_choose` lists the groups
+that have a logit above the floor, and in them the tokens. Up to 1,024 tokens stay in registers, a few a thread, for all
+that follows; of more, every pass reads the listed groups again.
 
 Noise is computed where it can win: a warp leaves a tile out if no token of it comes within reach of its best.
 """
@@ -37,6 +38,7 @@ from jpaged.pallas_kernels.sample_tokens.triton_rows import (
     best_above,
     draw,
     floor_of,
+    floor_of_share,
     floor_of_tokens,
     gumbel,
     keep_share,
@@ -263,7 +265,8 @@ def _choose(
     PASS: tl.constexpr,  # groups
     ROOM: tl.constexpr,  # tokens
 ):
-    """The token of a row, from what `_scan` found; where top_p alone truncates it, the best of the parts' and levels.
+    """The token of a row, from what `_scan` found; where top_p alone keeps more than a few tokens, the best of the
+    parts' and levels.
 
     numbers: of `numbers_of`. tokens: int32 [R]. levels: float32 [R, LEVELS], where SHARES; plus infinity in rows
     without any. units: float32 [R, 2], of rows with some: the largest logit, and the row's mass in units of its own.
@@ -277,6 +280,9 @@ def _choose(
     part_top = tl.load(tops + row * PARTS + part, mask=exists, other=-_INF)
     at = tl.load(ids + row * PARTS + part, mask=exists, other=0)
     mass = tl.load(masses + row * PARTS + part, mask=exists, other=0.0)
+    if TRUNCATES:
+        group = tl.arange(0, ALL_GROUPS)
+        highest = tl.load(maxima + row * GROUPS + group, mask=group < GROUPS, other=-_INF)
     logits += row * VOCAB
     x = without_nan(tl.load(logits + at))
     top = tl.max(part_top, axis=0)
@@ -287,30 +293,36 @@ def _choose(
 
     if TRUNCATES:
         logit = tl.max(tl.where(exists & (at == token), x, -_INF), axis=0)
+        searches = (k > 0) | (offset > -_INF)
+        floor = below(tl.minimum(top + offset, top))
+        total = -1.0
         if SHARES:
             at_level = levels + row * _LEVELS + tl.arange(0, _LEVELS)
-            if (k <= 0) & (share < 1) & (offset == -_INF):
+            of_levels = tl.full((_LEVELS,), _INF, tl.float32)
+            if (share < 1) & (searches == 0):
                 mass *= tl.exp2((part_top - top) * rate)
-                tl.store(units + row * 2, top)
-                tl.store(units + row * 2 + 1, tl.sum(mass, axis=0))
-                tl.store(at_level, levels_around(tl.where(exists, x, -_INF), mass, logit, share))
-            else:
-                tl.store(at_level, tl.full((_LEVELS,), _INF, tl.float32))
-        if (k > 0) | (offset > -_INF):
+                total = tl.sum(mass, axis=0)
+                floor = floor_of_share(highest, top, rate, share * total)
+                searches = tl.sum((highest > floor).to(tl.int32), axis=0) <= ROOM // 4
+                if searches == 0:
+                    tl.store(units + row * 2, top)
+                    tl.store(units + row * 2 + 1, total)
+                    of_levels = levels_around(tl.where(exists, x, -_INF), mass, logit, share)
+            tl.store(at_level, of_levels)
+        if searches:
             listed += row * GROUPS
-            group = tl.arange(0, ALL_GROUPS)
-            highest = tl.load(maxima + row * GROUPS + group, mask=group < GROUPS, other=-_INF)
-            floor = below(tl.minimum(top + offset, top))
+            few += row * ROOM
             if k > 0:
                 # Every group exceeds a floor just below the least of their maxima. Fewer than k groups set no floor.
                 lowest = below(tl.min(tl.where(group < GROUPS, highest, _INF), axis=0))
                 lowest = tl.where(k <= GROUPS, lowest, -_INF)
                 floor = tl.maximum(floor, floor_of(highest, lowest, top, k, k + k // 4))
             count = list_groups(highest, listed, floor)
-            few += row * ROOM
             held = list_tokens(logits, listed, count, floor, few, VOCAB, GROUP, PASS, ROOM)
             if held <= ROOM:  # nothing is read again
-                token = _choose_held(logits, few, held, floor, token, logit, k, share, top, rate, key0, key1, ROOM)
+                token = _choose_held(
+                    logits, few, held, floor, token, logit, k, share, total, top, rate, key0, key1, ROOM
+                )
             else:
                 if k > 0:
                     floor = floor_of_tokens(logits, listed, count, floor, top, k, VOCAB, GROUP, PASS)
@@ -319,7 +331,8 @@ def _choose(
                     token = draw(logits, listed, count, floor, top, rate, key0, key1, VOCAB, GROUP, PASS)
                     logit = without_nan(tl.load(logits + token))
                 if share < 1:
-                    total = mass_above(logits, listed, count, floor, top, rate, VOCAB, GROUP, PASS)
+                    if total < 0:
+                        total = mass_above(logits, listed, count, floor, top, rate, VOCAB, GROUP, PASS)
                     count = list_groups(highest, listed, logit)
                     above = mass_above(logits, listed, count, logit, top, rate, VOCAB, GROUP, PASS)
                     while (above > 0) & (above >= share * total):
@@ -331,14 +344,16 @@ def _choose(
 
 
 @triton.jit
-def _choose_held(logits, few, held, floor, token, logit, k, share, top, rate, key0, key1, ROOM: tl.constexpr):
-    """The token of a row whose tokens above the floor are listed: the given one, if it is kept. logit: of that one."""
+def _choose_held(logits, few, held, floor, token, logit, k, share, total, top, rate, key0, key1, ROOM: tl.constexpr):
+    """The token of a row whose tokens above the floor are listed: the given one, if it is kept. logit: of that one.
+    total: the mass of which top_p is a share; negative for that of what min_p and top_k keep."""
     x, at = load_tokens(logits, few, held, ROOM)
     if k > 0:
         floor = floor_of(x, floor, top, k, k)
     if logit <= floor:
         token, logit = best_above(x, at, (x - top) * rate + gumbel(uniform(at, key0, key1)), floor)
     if share < 1:
-        total = tl.sum(tl.where(x > floor, tl.exp2((x - top) * rate), 0.0), axis=0)
+        if total < 0:
+            total = tl.sum(tl.where(x > floor, tl.exp2((x - top) * rate), 0.0), axis=0)
         token = keep_share(x, at, token, logit, share * total, top, rate, key0, key1)
     return token

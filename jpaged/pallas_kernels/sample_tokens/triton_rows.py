@@ -124,6 +124,34 @@ def floor_of(x, floor, top, k, most):
 
 
 @triton.jit
+def floor_of_share(highest, top, rate, wanted):
+    """A number above which the groups' largest logits alone have the wanted mass, so that top_p keeps no token that is
+    not above it; minus infinity where they have not.
+
+    highest: float32 [N]. top: their largest. wanted: in units of the mass of `top`.
+    """
+    mass = tl.exp2((highest - top) * rate)
+    enough = wanted * 1.0001  # far beyond the rounding of sums
+    low, high = top - 40 / rate, top  # what is below weighs nothing
+    found = tl.sum(tl.where(highest > low, mass, 0.0), axis=0)
+    turns = 0
+    while (turns < 12) & (found > enough * 1.05):
+        quarter = (high - low) / 4
+        first, second, third = low + quarter, low + 2 * quarter, low + 3 * quarter
+        of_first = tl.sum(tl.where(highest > first, mass, 0.0), axis=0)
+        of_second = tl.sum(tl.where(highest > second, mass, 0.0), axis=0)
+        of_third = tl.sum(tl.where(highest > third, mass, 0.0), axis=0)
+        high = tl.where(of_third < enough, third, high)
+        high = tl.where(of_second < enough, second, high)
+        high = tl.where(of_first < enough, first, high)
+        low, found = tl.where(of_first >= enough, first, low), tl.where(of_first >= enough, of_first, found)
+        low, found = tl.where(of_second >= enough, second, low), tl.where(of_second >= enough, of_second, found)
+        low, found = tl.where(of_third >= enough, third, low), tl.where(of_third >= enough, of_third, found)
+        turns += 1
+    return tl.where(found >= enough, low, -_INF)
+
+
+@triton.jit
 def floor_of_tokens(logits, listed, count, floor, top, k, VOCAB: tl.constexpr, GROUP: tl.constexpr, PASS: tl.constexpr):
     """The logit above which are the k largest, and those tied with the last of them. At least k are above `floor`, if
     there are as many."""
