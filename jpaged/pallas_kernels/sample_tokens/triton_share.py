@@ -7,8 +7,12 @@
                       it does not keep: of the winners, those above it; of parts whose winner is not, a new winner
 
 Winners are draws of their parts by mass, so their logits tell where the mass is: a level is the logit of one such that
-the parts of those above it have about the mass that is wanted. After `settle`'s draw, only a token between two levels
-is unclear; it is weighed as in `triton.py`, by its CTA alone, and so on.
+the parts of those above it have about the mass that is wanted. Levels lie close where the end is expected and reach far
+to both sides, as a row without a level between its end and t's logit needs many passes by one CTA. Where the winners
+say that t is surely kept, its logit is the only level: a mistake costs time and nothing else.
+
+After `settle`'s draw, only a token between two levels is unclear; it is weighed as in `triton.py`, by its CTA alone,
+and so on.
 """
 
 import math
@@ -38,17 +42,21 @@ _NO_TOKEN: tl.constexpr = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def levels_around(x, mass, logit, share):
-    """The levels of a row, float32 [LEVELS]. x, mass: of its parts, the winner's logit, minus infinity where there is
-    none, and the mass, in any unit. logit: of the best of the winners."""
+    """The levels of a row, float32 [LEVELS]; plus infinity behind the first where that is the only one. x, mass: of its
+    parts, the winner's logit, minus infinity where there is none, and the mass, in any unit. logit: of the best of the
+    winners."""
     total = tl.sum(mass, axis=0)
     above = tl.sum(tl.where(x[None, :] > x[:, None], mass[None, :], 0.0), axis=1)
     # A sum over winners strays from a sum over tokens as much as over so many draws.
     draws = total * total / tl.maximum(tl.sum(mass * mass, axis=0), 1e-30)
+    strays = tl.maximum(tl.sqrt(tl.maximum(share * (1 - share), 0.0) / tl.maximum(draws, 1.0)), 0.02)
     level = tl.arange(0, _LEVELS)
-    step = tl.maximum(0.5 * tl.sqrt(tl.maximum(share * (1 - share), 0.0) / tl.maximum(draws, 1.0)), 0.01)
-    wanted = tl.maximum(share + (level - _LEVELS // 2).to(tl.float32) * step, 0.0) * total
+    d = (level - _LEVELS // 2).to(tl.float32)
+    wanted = tl.maximum(share + d * (0.3 + 0.1 * d * d) * strays, 0.0) * total  # 0, 0.4, 1.4 and 3.6 times that off
     levels = tl.min(tl.where(above[:, None] <= wanted[None, :], x[:, None], _INF), axis=0)
-    return tl.where(level == 0, logit, tl.minimum(levels, tl.max(x, axis=0)))
+    is_sure = tl.sum(tl.where(x > logit, mass, 0.0), axis=0) < (share - 4 * strays) * total
+    levels = tl.where(is_sure, _INF, tl.minimum(levels, tl.max(x, axis=0)))
+    return tl.where(level == 0, logit, levels)
 
 
 @triton.jit
@@ -67,7 +75,7 @@ def weigh(
 
     logits: float32 [R, VOCAB]. numbers: of `triton.numbers_of`. tops: float32 [R, PARTS], of `_scan`. levels: float32
     [R, LEVELS], all plus infinity where a row needs none. units: of `_choose`. sums: float32 [R, PARTS, LEVELS], in
-    units of the row's largest; not written where a row needs none.
+    units of the row's largest; not written of levels that are plus infinity, or not in every part.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -82,8 +90,10 @@ def weigh(
             at = part * PART + tl.arange(0, PART)
             x = without_nan(tl.load(logits + row * VOCAB + at, mask=at < VOCAB, other=-_INF))
             mass = tl.exp2((x - top) * rate)
-            for i in tl.static_range(_LEVELS):
-                tl.store(sums + i, tl.sum(tl.where(x > tl.load(levels + i), mass, 0.0), axis=0))
+            tl.store(sums, tl.sum(tl.where(x > tl.load(levels), mass, 0.0), axis=0))
+            if tl.load(levels + 1) < _INF:
+                for i in tl.static_range(1, _LEVELS):
+                    tl.store(sums + i, tl.sum(tl.where(x > tl.load(levels + i), mass, 0.0), axis=0))
         else:
             tl.store(sums + level, tl.zeros((_LEVELS,), tl.float32))
 
@@ -125,7 +135,7 @@ def settle(
     if tl.min(at_level, axis=0) < _INF:
         logits += row * VOCAB
         above = tl.sum(of_parts, axis=0)
-        kept = (above <= 0) | (above < share * total)
+        kept = (above <= 0) | (above < share * total) | (at_level == _INF)
         floor = tl.max(tl.where(kept, -_INF, at_level), axis=0)  # all that is kept is above it,
         sure = tl.min(tl.where(kept, at_level, _INF), axis=0)  # and all from here up is kept
         logit = tl.load(levels + row * _LEVELS)
