@@ -1,7 +1,8 @@
 """Drawing tokens as Triton kernels: one read of the logits, and few reads of few of them where they are truncated.
 
     logits of a row   | group | group | ..     64 tokens each
-    _scan             a warp a part of 2,048 tokens: its best token, its mass, and the largest logit of each group
+    _scan             a warp a part of 2,048 tokens, or each quarter of one where rows are few: of each quarter its best
+                      token and its mass, and the largest logit of each group
     _choose           a CTA a row: the best of the parts; where the row is truncated, the search below
     weigh, settle     the same where top_p alone truncates it, and to more than a few tokens: `triton_share.py`
 
@@ -17,7 +18,8 @@ floor is a number above which the groups' largest logits weigh the share, if the
 that have a logit above the floor, and in them the tokens. Up to 1,024 tokens stay in registers, a few a thread, for all
 that follows; of more, every pass reads the listed groups again.
 
-Noise is computed where it can win: a warp leaves a tile out if no token of it comes within reach of its best.
+Noise is computed where it can win: a warp leaves a tile out if no token of it comes within reach of its best. So a
+quarter's best token may be another one where rows are few; the best of a part's quarters never is, nor any mass.
 """
 
 import math
@@ -48,6 +50,7 @@ from jpaged.pallas_kernels.sample_tokens.triton_rows import (
     load_tokens,
     mass_above,
     uniform,
+    winners,
     without_nan,
 )
 from jpaged.pallas_kernels.sample_tokens.triton_share import LEVELS, levels_around, settle, weigh
@@ -56,6 +59,8 @@ _GROUP = 64
 _TILE = 256  # tokens that a warp of `_scan` handles at once
 _PART = 2048  # tokens of a program of `_scan`, at least
 _MOST_PARTS = 128  # of a row
+_QUARTERS = 4  # of a part
+_FEW_ROWS = 8  # of which a warp scans a quarter
 _PASS_GROUPS = 64  # that a CTA of `_choose` handles at once; 16 tokens a thread
 _UNALIGNED_PASS_GROUPS = 32  # the same where rows do not begin at multiples of 16 bytes, which takes more registers
 _MOST_GROUPS = 16384
@@ -99,26 +104,31 @@ def sample_tokens(
     part = triton.next_power_of_2(max(part, triton.cdiv(vocab_size, _MOST_PARTS)))
     parts, groups = triton.cdiv(vocab_size, part), triton.cdiv(vocab_size, _GROUP)
     all_parts = triton.next_power_of_2(parts)
+    quarter = max(tile, part // _QUARTERS)
+    quarters = part // quarter
+    each = 1 if rows <= _FEW_ROWS else quarters
     sizes: dict[str, Any] = {"VOCAB": vocab_size, "PARTS": parts, "GROUPS": groups, "GROUP": _GROUP}
+    sizes |= {"QUARTER": quarter, "QUARTERS": quarters}
 
     def shape(columns: int, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, columns), dtype)
 
     found = call(
         _scan,
-        Launch((rows, parts), warps=1),
+        Launch((rows, parts * quarters // each), warps=1),
         logits,
         numbers,
         out=[
-            shape(parts, jnp.float32),
-            shape(parts, jnp.int32),
-            shape(parts, jnp.float32),
+            shape(parts * quarters, jnp.float32),
+            shape(parts * quarters, jnp.int32),
+            shape(parts * quarters, jnp.float32),
             shape(groups if truncates else 1, jnp.float32),
         ],
         **sizes,
         TRUNCATES=truncates,
         TILE=tile,
-        TILES=part // tile,
+        TILES=quarter // tile,
+        EACH=each,
     )
     passes: dict[str, Any] = {"PASS": _UNALIGNED_PASS_GROUPS if vocab_size % 4 else _PASS_GROUPS, "ROOM": room}
     tokens, levels, units, *_ = call(
@@ -155,6 +165,7 @@ def sample_tokens(
         VOCAB=vocab_size,
         PARTS=parts,
         PART=part,
+        QUARTERS=quarters,
     )
     tokens, *_ = call(
         settle,
@@ -188,31 +199,37 @@ def _scan(
     PARTS: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
+    QUARTER: tl.constexpr,  # tokens
+    QUARTERS: tl.constexpr,  # of a part
     TRUNCATES: tl.constexpr,
     TILE: tl.constexpr,
-    TILES: tl.constexpr,  # of a part
+    TILES: tl.constexpr,  # of a quarter
+    EACH: tl.constexpr,  # quarters of a program
 ):
-    """Of a part of a row: its largest logit, its best token, its mass in units of the largest, and its groups' maxima.
+    """Of each quarter of a part of a row: its largest logit, its best token, its mass in units of the largest, and its
+    groups' maxima. Where the part has a better token, it may be any of the quarter's.
 
-    logits: float32 [R, VOCAB]. numbers: of `numbers_of`. tops, masses: float32 [R, PARTS]. ids: int32 [R, PARTS].
-    maxima: float32 [R, GROUPS]. Masses of rows with top_p alone; maxima where TRUNCATES.
+    logits: float32 [R, VOCAB]. numbers: of `numbers_of`. tops, masses: float32 [R, PARTS * QUARTERS]. ids: int32
+    [R, PARTS * QUARTERS]. maxima: float32 [R, GROUPS]. Masses of rows with top_p alone; maxima where TRUNCATES.
     """
     row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
+    begin = tl.program_id(1) * EACH
     rate, strength, share, offset, k, key0, key1 = load_numbers(numbers, row)
     weighs = (share < 1) & (k <= 0) & (offset == -_INF)
     top = -_INF
     best = _LEAST_SCORE
-    token = 0
+    token = begin * QUARTER
     mass = 0.0
+    reference = -_INF  # of `reached`,
+    reached = _LEAST_SCORE  # the best score of the quarters before
     logits += row * VOCAB
-    at = part * TILES * TILE + tl.arange(0, TILE)
+    at = begin * QUARTER + tl.arange(0, TILE)
     ahead = tl.load(logits + at, mask=at < VOCAB, other=-_INF)
-    for i in range(TILES):
-        first = (part * TILES + i) * TILE
+    for i in range(EACH * TILES):
+        first = begin * QUARTER + i * TILE
         at = first + tl.arange(0, TILE)
         x = without_nan(ahead)
-        if i + 1 < TILES:  # the next tile is on its way while this one is looked at
+        if i + 1 < EACH * TILES:  # the next tile is on its way while this one is looked at
             ahead = tl.load(logits + at + TILE, mask=at + TILE < VOCAB, other=-_INF)
         highest = tl.max(tl.reshape(x, (TILE // GROUP, GROUP)), axis=1)
         if TRUNCATES:
@@ -226,19 +243,30 @@ def _scan(
             base = (x - higher) * rate
             if weighs:
                 mass = mass * tl.exp2((top - higher) * rate) + tl.sum(tl.exp2(base), axis=0)
-            if (new - higher) * rate + _LARGEST_NOISE * strength > best:
+            bound = tl.maximum(best, reached + (reference - higher) * rate)
+            if (new - higher) * rate + _LARGEST_NOISE * strength > bound:
                 u = uniform(at, key0, key1)
                 # -log(1 - u) >= u, so that a score is at most base - log2(u).
-                if tl.max(tl.exp2(base - (best - _SLACK)) - u, axis=0) > 0:
+                if tl.max(tl.exp2(base - (bound - _SLACK)) - u, axis=0) > 0:
                     score = base + strength * gumbel(u)
                     winner = tl.max(score, axis=0)
                     if winner > best:
                         best = winner
                         token = tl.min(tl.where(score == winner, at, _NO_TOKEN), axis=0)
             top = higher
-    tl.store(tops + row * PARTS + part, top)
-    tl.store(ids + row * PARTS + part, token)
-    tl.store(masses + row * PARTS + part, mass)
+        if (i + 1) % TILES == 0:
+            place = row * (PARTS * QUARTERS) + begin + i // TILES
+            tl.store(tops + place, top)
+            tl.store(ids + place, token)
+            tl.store(masses + place, mass)
+            if EACH > 1:
+                if top > -_INF:
+                    reached = tl.maximum(best, reached + (reference - top) * rate)
+                    reference = top
+                top = -_INF
+                best = _LEAST_SCORE
+                token = first + TILE
+                mass = 0.0
 
 
 @triton.jit
@@ -258,6 +286,8 @@ def _choose(
     PARTS: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
+    QUARTER: tl.constexpr,  # tokens
+    QUARTERS: tl.constexpr,  # of a part
     TRUNCATES: tl.constexpr,
     SHARES: tl.constexpr,
     ALL_PARTS: tl.constexpr,  # rounded up to a power of two, as ALL_GROUPS
@@ -273,26 +303,25 @@ def _choose(
     listed: int32 [R, GROUPS], few: int32 [R, ROOM], scratch.
     """
     row = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, ALL_PARTS)
-    exists = part < PARTS
+    quarter = tl.arange(0, ALL_PARTS)[:, None] * QUARTERS + tl.arange(0, QUARTERS)[None, :]
+    exists = quarter * QUARTER < VOCAB
     # All loads at once: each that waited for another would add its latency.
     rate, strength, share, offset, k, key0, key1 = load_numbers(numbers, row)
-    part_top = tl.load(tops + row * PARTS + part, mask=exists, other=-_INF)
-    at = tl.load(ids + row * PARTS + part, mask=exists, other=0)
-    mass = tl.load(masses + row * PARTS + part, mask=exists, other=0.0)
+    quarter += row * (PARTS * QUARTERS)
+    quarter_top = tl.load(tops + quarter, mask=exists, other=-_INF)
+    at = tl.load(ids + quarter, mask=exists, other=0)
+    mass = tl.load(masses + quarter, mask=exists, other=0.0)
     if TRUNCATES:
         group = tl.arange(0, ALL_GROUPS)
         highest = tl.load(maxima + row * GROUPS + group, mask=group < GROUPS, other=-_INF)
     logits += row * VOCAB
-    x = without_nan(tl.load(logits + at))
-    top = tl.max(part_top, axis=0)
+    top = tl.max(tl.max(quarter_top, axis=1), axis=0)
     top = tl.where(top == -_INF, 0.0, top)
-    score = (x - top) * rate + strength * gumbel(uniform(at, key0, key1))
-    score = tl.where(exists, score, -_INF)
-    token = tl.min(tl.where(exists & (score == tl.max(score, axis=0)), at, _NO_TOKEN), axis=0)
+    at, x, score = winners(logits, at, exists, top, rate, strength, key0, key1)
+    token = tl.min(tl.where(score == tl.max(score, axis=0), at, _NO_TOKEN), axis=0)
 
     if TRUNCATES:
-        logit = tl.max(tl.where(exists & (at == token), x, -_INF), axis=0)
+        logit = tl.max(tl.where(at == token, x, -_INF), axis=0)
         searches = (k > 0) | (offset > -_INF)
         floor = below(tl.minimum(top + offset, top))
         total = -1.0
@@ -300,14 +329,14 @@ def _choose(
             at_level = levels + row * _LEVELS + tl.arange(0, _LEVELS)
             of_levels = tl.full((_LEVELS,), _INF, tl.float32)
             if (share < 1) & (searches == 0):
-                mass *= tl.exp2((part_top - top) * rate)
-                total = tl.sum(mass, axis=0)
+                part_mass = tl.sum(mass * tl.exp2((quarter_top - top) * rate), axis=1)
+                total = tl.sum(part_mass, axis=0)
                 floor = floor_of_share(highest, top, rate, share * total)
                 searches = tl.sum((highest > floor).to(tl.int32), axis=0) <= ROOM // 4
                 if searches == 0:
                     tl.store(units + row * 2, top)
                     tl.store(units + row * 2 + 1, total)
-                    of_levels = levels_around(tl.where(exists, x, -_INF), mass, logit, share)
+                    of_levels = levels_around(x, part_mass, logit, share)
             tl.store(at_level, of_levels)
         if searches:
             listed += row * GROUPS

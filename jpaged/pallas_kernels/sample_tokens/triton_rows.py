@@ -58,6 +58,17 @@ def gumbel(uniform):
 
 
 @triton.jit
+def winners(logits, at, exists, top, rate, strength, key0, key1):
+    """The best token of each part, its logit and its score. at, exists: [PARTS, QUARTERS], the best of quarters. Parts
+    without any: the largest id, minus infinity."""
+    x = tl.where(exists, without_nan(tl.load(logits + at)), -_INF)
+    score = tl.where(exists, (x - top) * rate + strength * gumbel(uniform(at, key0, key1)), -_INF)
+    best = tl.max(score, axis=1)
+    token = tl.min(tl.where(exists & (score == best[:, None]), at, _NO_TOKEN), axis=1)
+    return token, tl.max(tl.where(at == token[:, None], x, -_INF), axis=1), best
+
+
+@triton.jit
 def _image(x):
     """An int32 that is ordered as the floats are."""
     bits = x.to(tl.int32, bitcast=True)

@@ -30,6 +30,7 @@ from jpaged.pallas_kernels.sample_tokens.triton_rows import (
     load_tokens,
     mass_above,
     uniform,
+    winners,
     without_nan,
 )
 
@@ -70,12 +71,13 @@ def weigh(
     VOCAB: tl.constexpr,
     PARTS: tl.constexpr,
     PART: tl.constexpr,
+    QUARTERS: tl.constexpr,
 ):
     """Of a part of a row: its mass above each level.
 
-    logits: float32 [R, VOCAB]. numbers: of `triton.numbers_of`. tops: float32 [R, PARTS], of `_scan`. levels: float32
-    [R, LEVELS], all plus infinity where a row needs none. units: of `_choose`. sums: float32 [R, PARTS, LEVELS], in
-    units of the row's largest; not written of levels that are plus infinity, or not in every part.
+    logits: float32 [R, VOCAB]. numbers: of `triton.numbers_of`. tops: of `_scan`. levels: float32 [R, LEVELS], all plus
+    infinity where a row needs none. units: of `_choose`. sums: float32 [R, PARTS, LEVELS], in units of the row's
+    largest; not written of levels that are plus infinity, or not in every part.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -83,7 +85,8 @@ def weigh(
     sums += (row * PARTS + part) * _LEVELS
     level = tl.arange(0, _LEVELS)
     rate = load_numbers(numbers, row)[0]
-    top, highest = tl.load(units + row * 2), tl.load(tops + row * PARTS + part)
+    top = tl.load(units + row * 2)
+    highest = tl.max(tl.load(tops + (row * PARTS + part) * QUARTERS + tl.arange(0, QUARTERS)), axis=0)
     lowest = tl.min(tl.load(levels + level), axis=0)
     if lowest < _INF:
         if highest > lowest:
@@ -115,6 +118,8 @@ def settle(
     PARTS: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
+    QUARTER: tl.constexpr,  # tokens
+    QUARTERS: tl.constexpr,  # of a part
     ALL_PARTS: tl.constexpr,  # rounded up to a power of two
     PART_GROUPS: tl.constexpr,  # of a part
     PASS: tl.constexpr,  # groups
@@ -140,9 +145,10 @@ def settle(
         sure = tl.min(tl.where(kept, at_level, _INF), axis=0)  # and all from here up is kept
         logit = tl.load(levels + row * _LEVELS)
         if logit < sure:
-            at = tl.load(ids + row * PARTS + part, mask=exists, other=0)
-            x = without_nan(tl.load(logits + at))
-            score = tl.where(exists, (x - top) * rate + gumbel(uniform(at, key0, key1)), -_INF)
+            quarter = part[:, None] * QUARTERS + tl.arange(0, QUARTERS)[None, :]
+            is_quarter = quarter * QUARTER < VOCAB
+            at = tl.load(ids + row * (PARTS * QUARTERS) + quarter, mask=is_quarter, other=0)
+            at, x, score = winners(logits, at, is_quarter, top, rate, 1.0, key0, key1)
             best = tl.max(tl.where(x > floor, score, -_INF), axis=0)
             token = tl.min(tl.where((x > floor) & (score == best), at, _NO_TOKEN), axis=0)
             # A part whose winner is not kept may have a token that is, and no better one than that winner.

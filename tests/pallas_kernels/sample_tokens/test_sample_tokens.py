@@ -148,6 +148,24 @@ def test_triton_s_kernels_split_a_row_over_many_programs(seed, room):
     assert not refused[:8].all()  # and others
 
 
+@pytest.mark.gpu
+@needs_triton
+def test_a_row_s_token_is_the_same_with_few_rows_whose_parts_triton_s_kernels_quarter():
+    from jpaged.pallas_kernels.sample_tokens import triton
+    from jpaged.pallas_kernels.sample_tokens.operands import Operands
+
+    cut = {"tile": 64, "part": 256}
+    arguments = draw_batch(12, 10, 540)  # three parts, the last one of one quarter
+    arguments[0][:3] = np.random.default_rng(12).normal(size=(3, 540))
+    arguments[2][:2], arguments[4][:2] = 0, 0  # top_p alone
+    expected = expected_tokens(*arguments)
+    np.testing.assert_array_equal(triton.sample_tokens(Operands(*arguments), **cut), expected)
+    few = [x[:4] for x in arguments]
+    np.testing.assert_array_equal(triton.sample_tokens(Operands(*few), **cut), expected[:4])
+    all_kept = triton.sample_tokens(Operands(*without_truncation(few)), **cut)
+    np.testing.assert_array_equal(all_kept, expected_tokens(*keeping_all(few)))
+
+
 @needs_triton
 def test_a_first_draw_that_seemed_surely_kept_and_is_not_is_replaced(monkeypatch):
     """The winners' estimate saves work and decides nothing."""
