@@ -2,13 +2,21 @@
 `jpaged/pallas_kernels/{decode,ragged}_attention/triton.py`, and how sampling cuts a row.
 
     python benchmarks/triton_tiles.py decode --head-dim 128 --json tiles.json
+    python benchmarks/triton_tiles.py launches --json launches.json --other CHECKOUT
 
 Each configuration of attention is measured on the first case; the best of them on the others. One JSON line a figure.
+
+`launches` measures draws by Triton's kernels beside Hopper's and, with --other, beside Triton's of another checkout:
+microseconds of a whole draw, then, from a profile, of each kernel in it. What a draw takes beyond its kernels are the
+gaps between them.
 """
 
 import argparse
+import importlib
 import json
 import statistics
+import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,9 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jpaged.bench import kernels
+from jpaged.bench.device_trace import kernel_times, read_trace
 from jpaged.bench.kernel_cases.attention import Setting, attention_case
 from jpaged.bench.kernel_cases.case import Built
 from jpaged.bench.kernel_cases.sampling import sample_case
@@ -26,6 +36,7 @@ from jpaged.bench.kernels import measure
 from jpaged.pallas_kernels.common.attention_arguments import Features, Operands
 from jpaged.pallas_kernels.decode_attention import triton as decode
 from jpaged.pallas_kernels.ragged_attention import triton as ragged
+from jpaged.pallas_kernels.sample_tokens import hopper as hopper_sampling
 from jpaged.pallas_kernels.sample_tokens import triton as sampling
 from jpaged.pallas_kernels.sample_tokens.operands import Operands as Draws
 
@@ -34,6 +45,18 @@ RAGGED_CASES = ((16, 1024), (4, 4096), (1, 16384))
 SAMPLING_CASES = ((256, 0.95), (1, 0.95), (256, 1.0))  # rows, top_p
 SAMPLING_CUTS = ((512, 2048), (256, 2048), (256, 4096), (512, 4096), (1024, 4096))
 """Tokens that a warp handles at once, and of a program."""
+
+DRAWS = {
+    "temperature": (0, 1.0),
+    "top_k 50": (50, 1.0),
+    "top_p 0.95": (0, 0.95),
+    "top_k 20, top_p 0.95": (20, 0.95),
+    "top_p 0.1": (0, 0.1),
+}
+"""top_k and top_p."""
+
+DRAWN_FROM = {"flat": 2.0, "peaked": 6.0}
+"""Deviations of normal logits. At 6 a few tokens have most of the mass, as in a model's."""
 
 Config = decode.Config | ragged.Config
 
@@ -139,17 +162,101 @@ def sampling_figures() -> list[dict[str, Any]]:
     return figures
 
 
+def kernels_of(checkout: Path) -> Any:
+    """The module of Triton's draws in another checkout."""
+    package = importlib.import_module(sampling.__package__)
+    names = [name for name in sys.modules if name.startswith(f"{package.__name__}.")]
+    ours, attributes, path = {name: sys.modules.pop(name) for name in names}, dict(vars(package)), package.__path__
+    for name in names:
+        delattr(package, name.rpartition(".")[2])
+    package.__path__ = [str(checkout.resolve() / "jpaged/pallas_kernels/sample_tokens")]
+    try:
+        return importlib.import_module(sampling.__name__)
+    finally:
+        package.__path__ = path
+        vars(package).update(attributes)
+        sys.modules.update(ours)
+
+
+def draw_program(draw: Callable[[Draws], jax.Array], calls: int) -> Callable[..., jax.Array]:
+    """Draws one after the other, each at positions that depend on the tokens before."""
+
+    @jax.jit
+    def program(positions: jax.Array, logits: list[jax.Array], arguments: Sequence[jax.Array]) -> jax.Array:
+        for i in range(calls):
+            tokens = draw(Draws(logits[i % len(logits)], *arguments, positions))
+            positions = positions + (tokens & 1) + 1
+        return positions
+
+    return program
+
+
+def launch_figures(rows_of_cases: Sequence[int], other: Path | None, vocab_size: int, calls: int, path: Path) -> None:
+    """Writes microseconds of draws and of each kernel in them: of whole draws first, so that they are there if time is
+    over. rows_that_differ: from Hopper's, of all draws of a program."""
+    draws: dict[str, Callable[[Draws], jax.Array]] = {"triton": sampling.sample_tokens}
+    if other is not None:
+        draws["other"] = kernels_of(other).sample_tokens
+    if jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0":
+        draws["hopper"] = hopper_sampling.sample_tokens
+    figures, cases = [], []
+    for rows in rows_of_cases:
+        programs = {name: draw_program(draw, calls) for name, draw in draws.items()}
+        seeds = jax.random.bits(jax.random.key(0), (rows, 2), jnp.uint32)
+        copies = 8 if rows < 100 else 2
+        for kind, deviation in DRAWN_FROM.items():
+            keys = jax.random.split(jax.random.key(rows), copies)
+            logits = [jax.random.normal(key, (rows, vocab_size)) * deviation for key in keys]
+            for name, (top_k, top_p) in DRAWS.items():
+                ones = jnp.ones(rows)
+                arguments = (ones, jnp.full(rows, top_k, jnp.int32), ones * top_p, ones * 0, seeds)
+                operands = (jnp.arange(rows, dtype=jnp.int32), logits, arguments)
+                figure: dict[str, Any] = {"rows": rows, "logits": kind, "draw": name}
+                for backend, program in programs.items():
+                    seconds, _ = measure(partial(_same, (program, operands, calls, 0.0)), repeats=5)
+                    figure[f"{backend}_us"] = round(statistics.median(seconds) * 1e6, 2)
+                ends = {backend: program(*operands) for backend, program in programs.items()}
+                if "hopper" in ends:
+                    differ = {name: int((end != ends["hopper"]).sum()) for name, end in ends.items()}
+                    figure["rows_that_differ"] = {name: differ[name] for name in differ if name != "hopper"}
+                figures.append(figure)
+                cases.append((programs, operands))
+                print(json.dumps(figure), flush=True)
+                path.write_text(json.dumps({"kind": "launches", "figures": figures}, indent=1))
+    for figure, (programs, operands) in zip(figures, cases, strict=True):
+        for backend, program in programs.items():
+            figure[f"{backend}_kernels_us"] = kernel_figures(program, operands, calls)
+        print(json.dumps(figure), flush=True)
+        path.write_text(json.dumps({"kind": "launches", "figures": figures}, indent=1))
+
+
+def kernel_figures(program: Callable[..., jax.Array], operands: tuple[Any, ...], calls: int) -> dict[str, float]:
+    """Microseconds a draw of each kernel, by its name."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready([program(*operands) for _ in range(2)])
+        times = kernel_times(read_trace(Path(folder)))
+    return {name: round(ms * 1e3 / (2 * calls), 2) for name, (ms, _) in sorted(times.items())}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", choices=("decode", "ragged", "sampling"))
+    parser.add_argument("kind", choices=("decode", "ragged", "sampling", "launches"))
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--best", type=int, default=4, help="configurations that are measured on all cases")
+    parser.add_argument("--rows", type=int, nargs="+", default=(1, 8, 32, 256), help="of draws")
+    parser.add_argument("--vocab-size", type=int, default=151_936, help="of draws")
+    parser.add_argument("--calls", type=int, default=16, help="draws of a program")
+    parser.add_argument("--other", type=Path, help="a checkout whose draws are measured beside these")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     kind, head_dim = options.kind, options.head_dim
     kernels._BATCH_S = 0.02
     if kind == "sampling":
         options.json.write_text(json.dumps({"kind": kind, "figures": sampling_figures()}, indent=1))
+        return
+    if kind == "launches":
+        launch_figures(options.rows, options.other, options.vocab_size, options.calls, options.json)
         return
     setting = Setting(head_dim=head_dim) if head_dim <= 128 else Setting(16, 4, head_dim)
     first, *others = DECODE_CASES if kind == "decode" else RAGGED_CASES

@@ -13,6 +13,16 @@ _NO_TOKEN: tl.constexpr = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
+def load_numbers(numbers, row):
+    """A row of `triton.numbers_of`: rate, strength, top_p, offset of min_p, top_k, and the key's words."""
+    numbers += row * 7
+    rate, strength = tl.load(numbers).to(tl.float32, bitcast=True), tl.load(numbers + 1).to(tl.float32, bitcast=True)
+    share, offset = tl.load(numbers + 2).to(tl.float32, bitcast=True), tl.load(numbers + 3).to(tl.float32, bitcast=True)
+    key0, key1 = tl.load(numbers + 5).to(tl.uint32, bitcast=True), tl.load(numbers + 6).to(tl.uint32, bitcast=True)
+    return rate, strength, share, offset, tl.load(numbers + 4), key0, key1
+
+
+@triton.jit
 def without_nan(x):
     """NaN becomes minus infinity and plus infinity the largest float."""
     return tl.where(x == x, tl.minimum(x, _LARGEST), -_INF)
@@ -45,6 +55,17 @@ def gumbel(uniform):
     series = series * uniform + (1 / 2)
     series = series * uniform + 1
     return -tl.log2(tl.where(uniform < 1 / 16, series * uniform, tl.log2(1.0 - uniform) * -_LN2))
+
+
+@triton.jit
+def winners(logits, at, exists, top, rate, strength, key0, key1):
+    """The best token of each part, its logit and its score. at, exists: [PARTS, QUARTERS], the best of quarters. Parts
+    without any: the largest id, minus infinity."""
+    x = tl.where(exists, without_nan(tl.load(logits + at)), -_INF)
+    score = tl.where(exists, (x - top) * rate + strength * gumbel(uniform(at, key0, key1)), -_INF)
+    best = tl.max(score, axis=1)
+    token = tl.min(tl.where(exists & (score == best[:, None]), at, _NO_TOKEN), axis=1)
+    return token, tl.max(tl.where(at == token[:, None], x, -_INF), axis=1), best
 
 
 @triton.jit
@@ -111,6 +132,34 @@ def floor_of(x, floor, top, k, most):
         counts = tl.sum(_packed_counts(x, first, second, third), axis=0)
         low, high, count = _narrowed(low, high, count, k, counts, first, second, third)
     return _of_image(low)
+
+
+@triton.jit
+def floor_of_share(highest, top, rate, wanted):
+    """A number above which the groups' largest logits alone have the wanted mass, so that top_p keeps no token that is
+    not above it; minus infinity where they have not.
+
+    highest: float32 [N]. top: their largest. wanted: in units of the mass of `top`.
+    """
+    mass = tl.exp2((highest - top) * rate)
+    enough = wanted * 1.0001  # far beyond the rounding of sums
+    low, high = top - 40 / rate, top  # what is below weighs nothing
+    found = tl.sum(tl.where(highest > low, mass, 0.0), axis=0)
+    turns = 0
+    while (turns < 12) & (found > enough * 1.05):
+        quarter = (high - low) / 4
+        first, second, third = low + quarter, low + 2 * quarter, low + 3 * quarter
+        of_first = tl.sum(tl.where(highest > first, mass, 0.0), axis=0)
+        of_second = tl.sum(tl.where(highest > second, mass, 0.0), axis=0)
+        of_third = tl.sum(tl.where(highest > third, mass, 0.0), axis=0)
+        high = tl.where(of_third < enough, third, high)
+        high = tl.where(of_second < enough, second, high)
+        high = tl.where(of_first < enough, first, high)
+        low, found = tl.where(of_first >= enough, first, low), tl.where(of_first >= enough, of_first, found)
+        low, found = tl.where(of_second >= enough, second, low), tl.where(of_second >= enough, of_second, found)
+        low, found = tl.where(of_third >= enough, third, low), tl.where(of_third >= enough, of_third, found)
+        turns += 1
+    return tl.where(found >= enough, low, -_INF)
 
 
 @triton.jit

@@ -148,6 +148,47 @@ def test_triton_s_kernels_split_a_row_over_many_programs(seed, room):
     assert not refused[:8].all()  # and others
 
 
+@pytest.mark.gpu
+@needs_triton
+def test_a_row_s_token_is_the_same_with_few_rows_whose_parts_triton_s_kernels_quarter():
+    from jpaged.pallas_kernels.sample_tokens import triton
+    from jpaged.pallas_kernels.sample_tokens.operands import Operands
+
+    cut = {"tile": 64, "part": 256}
+    arguments = draw_batch(12, 10, 540)  # three parts, the last one of one quarter
+    arguments[0][:3] = np.random.default_rng(12).normal(size=(3, 540))
+    arguments[2][:2], arguments[4][:2] = 0, 0  # top_p alone
+    expected = expected_tokens(*arguments)
+    np.testing.assert_array_equal(triton.sample_tokens(Operands(*arguments), **cut), expected)
+    few = [x[:4] for x in arguments]
+    np.testing.assert_array_equal(triton.sample_tokens(Operands(*few), **cut), expected[:4])
+    all_kept = triton.sample_tokens(Operands(*without_truncation(few)), **cut)
+    np.testing.assert_array_equal(all_kept, expected_tokens(*keeping_all(few)))
+
+
+@needs_triton
+def test_a_first_draw_that_seemed_surely_kept_and_is_not_is_replaced(monkeypatch):
+    """The winners' estimate saves work and decides nothing."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("Only the interpreter takes another function for a compiled kernel's.")
+    from jpaged.pallas_kernels.sample_tokens import triton
+    from jpaged.pallas_kernels.sample_tokens.operands import Operands
+
+    def only_the_first(x, mass, logit, share):
+        return triton.tl.where(triton.tl.arange(0, triton.LEVELS) == 0, logit, np.inf)
+
+    monkeypatch.setattr(triton, "levels_around", only_the_first)
+    rng = np.random.default_rng(11)
+    logits = rng.normal(size=(6, 700)).astype(np.float32)
+    seeds, positions = rng.integers(0, 2**32, (6, 2), dtype=np.uint32), np.arange(6, dtype=np.int32)
+    ones, whole = np.ones(6, np.float32), np.zeros(6, np.int32)
+    arguments = (logits, ones, whole, 0.6 * ones, 0 * ones, seeds, positions)
+    expected = expected_tokens(*arguments)
+    assert (expected != expected_tokens(*keeping_all(arguments))).any()
+    tokens = triton.sample_tokens(Operands(*arguments), tile=64, part=128, room=16)
+    np.testing.assert_array_equal(tokens, expected)
+
+
 def test_no_rows_give_no_tokens():
     arguments = [x[:0] for x in draw_batch(4, 8, 40)]
     assert sample_tokens(*arguments).shape == (0,)
