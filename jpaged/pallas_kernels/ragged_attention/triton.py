@@ -79,6 +79,8 @@ _HOPPER = _AMPERE | {
     (64, 2): Config(rows=128, block_kv=64, warps=8, stages=3, registers=128),
     (128, 2): Config(rows=128, block_kv=64, warps=4, stages=3),
 }
+_EIGHT_WARPS = Config(rows=128, block_kv=64, warps=8, stages=3, registers=128)
+"""On Hopper in place of four warps where a tile has more than 8 heads: those would spill inside their loop."""
 _CONFIGS = {80: _AMPERE, 86: _AMPERE, 90: _HOPPER, 100: _AMPERE, 120: _AMPERE}
 """By family of GPUs; padded head_dim, and bytes of a number. Hopper's of head_dim 128 in 16 bits is
 the best of a sweep on an H200 (`benchmarks/triton_tiles.py`)."""
@@ -95,13 +97,13 @@ _OF_EXPANDED = by_shared_memory(_LARGE_EXPANDED, _SMALL_EXPANDED)
 """By family of GPUs: for keys of 128 + 64 columns and values of 128, in 16 bits. Not measured."""
 
 
-def default_config(head_dim: int, itemsize: int, plain: bool, *, widens: bool = False) -> Config:
-    """For a head_dim, bytes of a query's number, and whether the scores are those of a causal mask alone. widens: keys
-    and values have fewer bytes."""
+def default_config(head_dim: int, itemsize: int, plain: bool, places: int, *, widens: bool = False) -> Config:
+    """For a head_dim, bytes of a query's number, whether the scores are those of a causal mask alone, and the places of
+    a tile's heads (`heads_of_a_tile`). widens: keys and values have fewer bytes."""
     padded = max(64, triton.next_power_of_2(head_dim))
     config = for_family(_CONFIGS)[padded, itemsize]
     if plain and not widens:
-        return config
+        return _EIGHT_WARPS if config is _HOPPER[128, 2] and places > 8 else config
     # Wider numbers need registers, and so do slopes, caps and edges.
     block_kv = config.block_kv if plain else min(config.block_kv, 32)
     warps = 8 if widens or padded > 64 else config.warps
@@ -137,14 +139,14 @@ def ragged_attention(
     tokens, heads, head_dim = q.shape
     _, _, kv_heads, block_size, _ = kv_pool.shape
     latent = kv_pool.shape[1] == 1
+    tile_heads, places = heads_of_a_tile(heads // kv_heads)
     if config is None and latent:
         config = for_family(_OF_LATENTS)[q.dtype.itemsize]
     elif config is None and (head_dim, features.value_dim) == (192, 128) and q.dtype.itemsize == 2:
         config = for_family(_OF_EXPANDED)
     elif config is None:
         plain = alibi_slopes is None and features.sliding_window is None and features.logit_softcap is None
-        config = default_config(head_dim, q.dtype.itemsize, plain, widens=kv_pool.dtype != q.dtype)
-    tile_heads, places = heads_of_a_tile(heads // kv_heads)
+        config = default_config(head_dim, q.dtype.itemsize, plain, places, widens=kv_pool.dtype != q.dtype)
     work, num_tiles = plan_tiles(
         query_starts,
         kv_lens,
