@@ -9,7 +9,7 @@ computes a prompt, else "decode". Parts of a step, in the host's time:
     schedule    planning it
     change      the call of the program that starts and ends sequences, if any do
     body        the call of its body's executable, with all that JAX and XLA do in it
-    sample      the same of its head
+    sample      the same of its head, where the body's program does not sample as well
     read        waiting for an earlier step's tokens; if the device is slower, the host waits here
     update      giving them to the scheduler
     other       the rest: packing, bookkeeping, outputs
@@ -45,7 +45,8 @@ from jpaged.engine.scheduler.scheduler import Scheduler
 from jpaged.executor.step import handle, runner
 from jpaged.frontend.llm_engine import LLMEngine
 
-PART_OF_PROGRAM = {"decode": "body", "shared_decode": "body", "mixed": "body", "sample": "sample", "update": "change"}
+BODIES = ("decode", "shared_decode", "decode_and_sample", "mixed")
+PART_OF_PROGRAM = dict.fromkeys(BODIES, "body") | {"sample": "sample", "update": "change"}
 PARTS = ("schedule", "change", "body", "sample", "read", "update")
 PROMPT_TOKENS = 512
 """Of a step, beside its decode rows."""

@@ -33,6 +33,7 @@ class ExecutorConfig:
     shared_prefix_attention: have decode programs that read a prefix once for all rows that share it.
     one_shot_rows: bodies of at most this many rows use the one-shot all-reduce; larger ones use XLA's. Equals the size
         of the largest such body (`largest_body`), or 0.
+    one_call_rows: decode steps of at most so many rows are one program, not a body and a head (`is_one_call`); 0: none.
     logprobs_mode: as of `EngineArgs`.
     batch_invariant: rows are computed in tiles (`models.row_tiles`), and attention by `invariant_attention`.
     kv_scales: of each layer, what keys and what values are divided by before they are rounded to e4m3; None where they
@@ -53,6 +54,7 @@ class ExecutorConfig:
     kernel_backend: str | None = None
     shared_prefix_attention: bool = False
     one_shot_rows: int = 0
+    one_call_rows: int = 0
     logprobs_mode: LogprobsMode = "raw_logprobs"
     batch_invariant: bool = False
     kv_scales: tuple[tuple[float, float], ...] | None = None
@@ -110,8 +112,11 @@ class ExecutorConfig:
 
     def sample_buckets(self, variant: SamplingVariant) -> tuple[int, ...]:
         """Rows that the variant's sampling programs exist for."""
-        is_rare = variant >= SamplingVariant.MASKED
-        return doublings(self.decode_buckets) if is_rare else self.decode_buckets
+        return doublings(self.decode_buckets) if _is_rare(variant) else self.decode_buckets
+
+    def is_one_call(self, batch: int, variant: SamplingVariant) -> bool:
+        """Whether there is a `decode_and_sample` of this batch size and variant."""
+        return batch <= self.one_call_rows and not _is_rare(variant)
 
     @property
     def shared_prefix_buckets(self) -> tuple[int, ...]:
@@ -144,3 +149,8 @@ class ExecutorConfig:
     def mixed_rows(self, token_bucket: int) -> int:
         """Rows of a mixed program: it cannot have more than tokens, nor than slots."""
         return bucket_for(min(token_bucket, self.max_num_seqs), self.decode_buckets)
+
+
+def _is_rare(variant: SamplingVariant) -> bool:
+    """Whether so few requests need the variant that its programs are few."""
+    return variant >= SamplingVariant.MASKED

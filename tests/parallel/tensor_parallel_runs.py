@@ -20,8 +20,10 @@ from jpaged.executor.mesh import DeviceMesh
 from jpaged.executor.sampling.logprobs import logprobs_of
 from jpaged.executor.sampling.sampler import drawn_from, sample
 from jpaged.executor.sampling.state import init_full_state, init_state
+from jpaged.executor.start import startup
 from jpaged.executor.start.compilation import Compiler
 from jpaged.executor.step.bodies import Decode
+from jpaged.executor.step.one_call import DecodeAndSample
 from jpaged.executor.step.program import Setup
 from jpaged.executor.step.runner import Runner
 from jpaged.models.collectives import ALONE, Collectives
@@ -120,6 +122,25 @@ def tokens_of_experts(name: str) -> dict[str, Any]:
             collectives = _collectives(engine.startup.runner._programs[Decode(NUM_REQUESTS)].executable)
             found[f"{degree}, {'whole' if whole else 'parts'}"] = run(engine, prompts()), collectives
         return found
+
+
+def tokens_of_one_call(name: str) -> list[tuple[list[list[list[int]]], Any]]:
+    """Of two devices with the one-shot all-reduce, for decode steps of two calls and of one: greedy tokens and sampled
+    ones, and the tokens that each expert has had.
+    """
+    found = []
+    with tempfile.TemporaryDirectory() as directory:
+        write_tiny_model(eight_heads(name), directory, use_torch=False)
+        args = replace(ARGS, model=directory, tensor_parallel_size=2, one_shot_rows=32, expert_load=True)
+        for rows in (0, NUM_REQUESTS):
+            with mock.patch.object(startup, "one_call_rows", return_value=rows):
+                engine = LLMEngine(args)
+            tokens = [run(engine, prompts()), run(engine, prompts(), temperature=1.0)]
+            is_whole = any(isinstance(program, DecodeAndSample) for program in engine.startup.runner._programs)
+            assert is_whole == bool(rows)
+            load = engine.get_metrics().expert_load
+            found.append((tokens, load and load.tokens))
+    return found
 
 
 def _tokens(args: EngineArgs) -> dict[str, Any]:

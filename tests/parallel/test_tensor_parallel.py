@@ -40,6 +40,14 @@ def test_devices_that_have_whole_experts_or_parts_of_each_give_the_tokens_of_one
         assert collectives == {"all-reduce": 2 * layers + 1}
 
 
+def test_decode_steps_of_one_call_give_the_tokens_of_two():
+    two, one = call_with_eight_devices(f"{RUNS}:tokens_of_one_call", "qwen3-moe")
+    assert one == two
+    (greedy, sampled), counts = one
+    assert greedy != sampled
+    assert min(map(sum, counts)) > 0
+
+
 def test_whole_experts_are_refused_where_there_are_none_or_they_do_not_divide():
     dense, sparse = (ModelConfig.from_dict(eight_heads(name).config) for name in ("llama-biases", "qwen2-moe"))
     with pytest.raises(InvalidParameterError, match="LlamaForCausalLM is none"):

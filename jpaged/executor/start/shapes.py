@@ -27,6 +27,21 @@ from jpaged.pallas_kernels.contiguous_attention.api import READ_BEHIND, TILE_TOK
 NOMINAL_BLOCKS = 1024
 """Blocks of the pool that programs are analysed with, before its size is known."""
 
+ONE_CALL_ROWS = 128
+"""Rows up to which a decode step is one program. Beyond, the device is busy for longer than a second call takes the
+host: 256 rows of Qwen3-0.6B, 5 ms."""
+
+ONE_CALL_BYTES = 8 * 2**30
+"""The largest weights of a device for that: an H200 reads them in 2 ms. With larger ones the host waits for the device
+anyway, so the programs would be compiled in vain."""
+
+
+def one_call_rows(shard: Model, limit: int | None) -> int:
+    """Rows up to which a decode step is one program (`ExecutorConfig.one_call_rows`). None on a CPU (limit None): there
+    most programs are compiled while requests wait, and a call is little of a step.
+    """
+    return ONE_CALL_ROWS if limit is not None and shard.num_bytes <= ONE_CALL_BYTES else 0
+
 
 def refuse_for_hybrids(args: EngineArgs, model: ModelConfig) -> None:
     """Raises InvalidParameterError for options that models with recurrent layers do without."""

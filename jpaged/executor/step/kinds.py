@@ -1,11 +1,12 @@
 """Every kind of program that a step may need."""
 
-from jpaged.executor.step import blocks, bodies, changes, copy_states, expert_load, heads
+from jpaged.executor.step import blocks, bodies, changes, copy_states, expert_load, heads, one_call
 from jpaged.executor.step.program import Setup, StepProgram
 
 KINDS: tuple[type[StepProgram], ...] = (
     *bodies.KINDS,
     *heads.KINDS,
+    *one_call.KINDS,
     *changes.KINDS,
     *blocks.KINDS,
     *copy_states.KINDS,

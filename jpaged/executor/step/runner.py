@@ -7,6 +7,8 @@
              decode[B], shared_decode[B] or mixed[T] --> [set_masks[W]] --> [sample[B, variant]] --> handle
                                                     '--> [score[T] ..., pool[T]] --------------------'
 
+A decode step of few rows and a usual variant is one program instead, decode_and_sample[B, variant].
+
 Masks are sent with a masked variant's sample; set_masks is for masks that do not fit there, and for other variants.
 
 With `StepPlan.run_ahead` the next plan's decode[B] follows at once, and its hidden states wait for that plan's sample.
@@ -39,8 +41,18 @@ from jpaged.executor.step.changes import InitFull
 from jpaged.executor.step.compiled import CompiledProgram
 from jpaged.executor.step.expert_load import ReadExpertTokens
 from jpaged.executor.step.handle import DispatchedStep
-from jpaged.executor.step.heads import Pool, PromptLogprobs, Sample, SampleResult, Score, WidenRows, WidenTokens
+from jpaged.executor.step.heads import (
+    Pool,
+    PromptLogprobs,
+    Sample,
+    SampleResult,
+    Score,
+    WidenRows,
+    WidenTokens,
+    sampled_words,
+)
 from jpaged.executor.step.held import Held
+from jpaged.executor.step.one_call import DecodeAndSample
 from jpaged.executor.step.plan_changes import PlanChanges
 from jpaged.executor.step.program import PACKED, Setup, StepProgram
 from jpaged.executor.step.renewals import Renewals
@@ -272,7 +284,13 @@ class Runner:
         """A step of decode rows alone."""
         slots, config = plan.decode_slots, self._config
         shared = config.shared_prefix_bucket(len(slots), plan.num_sharing, plan.shared_len)
-        program = Decode(bucket_for(len(slots), config.decode_buckets)) if shared is None else SharedDecode(shared)
+        if shared is None:
+            batch = bucket_for(len(slots), config.decode_buckets)
+            if config.is_one_call(batch, plan.variant):
+                return self._run_one_call(plan, batch, renewals)
+            program = Decode(batch)
+        else:
+            program = SharedDecode(shared)
         buffer, host = self._packed(program)
         if shared is not None:
             host["num_sharing"][...], host["shared_len"][...] = plan.num_sharing, plan.shared_len
@@ -282,6 +300,19 @@ class Runner:
             self._changes.copy_states(self._saves(plan))
         sampled = self._run_sample(hidden, rows, plan)
         return DispatchedStep(len(slots), sampled, read_shared_prefix=shared is not None, when_read=self._keep_tokens)
+
+    def _run_one_call(self, plan: StepPlan, batch: int, renewals: Renewals) -> DispatchedStep:
+        """A step of decode rows alone, body and head in one program, which reads no masks."""
+        slots = plan.decode_slots
+        program = DecodeAndSample(batch, self._variants[plan.variant])
+        buffer, host = self._packed(program)
+        self._fill_decode(host, slots, plan.table_updates, renewals)
+        if plan.masks:
+            self._changes.set_masks(plan, range(len(plan.masks)))
+        sampled = self._run(program, packed=buffer, earlier=self._earlier_tokens(sampled_words(program.variant), batch))
+        if len(plan.state_saves):  # of what the body has left; the head changes no states
+            self._changes.copy_states(self._saves(plan))
+        return DispatchedStep(len(slots), sampled, when_read=self._keep_tokens)
 
     def _run_body(self, slots: np.ndarray, table_updates: np.ndarray, renewals: Renewals) -> tuple[jax.Array, Rows]:
         """Computes the last tokens of these slots; returns hidden states and rows for a head."""

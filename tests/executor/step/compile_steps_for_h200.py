@@ -2,8 +2,8 @@
 
     {"name": "decode_64", "parts": {"kCommandBuffer": 1}, "commands": 12, "held": 33685516, "alias": 33685516}
 
-`held` bytes of a device are in what the program is donated, `alias` of them it updates in place. decode_16 and
-sample_16_0 are of the same model over two GPUs, with the one-shot all-reduce in the former.
+`held` bytes of a device are in what a decode program is donated, `alias` of them it updates in place. decode_16,
+sample_16_0 and decode_and_sample_16_0 are of the same model over two GPUs, whose bodies have the one-shot all-reduce.
 
 A part is what the host launches; a command buffer is a CUDA graph of `commands` kernels and copies. XLA says so in the
 dump of its "thunks", the launches that a compiled program consists of.
@@ -39,6 +39,7 @@ from jpaged.executor.start.compilation import Compiler
 from jpaged.executor.step.bodies import Decode, Mixed, SharedDecode
 from jpaged.executor.step.heads import Sample
 from jpaged.executor.step.kinds import step_programs
+from jpaged.executor.step.one_call import DecodeAndSample
 from jpaged.executor.step.program import Setup
 from jpaged.models import ModelConfig, build
 from jpaged.pallas_kernels import devices
@@ -69,6 +70,7 @@ CONFIG = ExecutorConfig(
     decode_buckets=(8, 64),
     token_buckets=(LEAST_ROWS - 8, LEAST_ROWS),  # without and with the kernel of gate and up
     shared_prefix_attention=True,
+    one_call_rows=64,
 )
 
 
@@ -95,21 +97,23 @@ def parts(name: str) -> tuple[Counter[str], int]:
 
 
 def decode_over_two() -> Compiler:
-    """Compiles decode_16 and its greedy head, of two shards."""
+    """Compiles decode_16 and its greedy head, and both in one, of two shards."""
     mesh = DeviceMesh(tuple(h200_mesh(2).devices.flat))
     config = replace(CONFIG, decode_buckets=(16, 64), one_shot_rows=16)
     model = build(ModelConfig.from_dict(MODEL), "auto")
     compiler = Compiler(Setup.of(mesh.shard_of(model), config), mesh)
     with jax.sharding.use_abstract_mesh(mesh.mesh.abstract_mesh):
-        compiler.submit([Decode(16), Sample(16, SamplingVariant.GREEDY)])
+        greedy = SamplingVariant.GREEDY
+        compiler.submit([Decode(16), Sample(16, greedy), DecodeAndSample(16, greedy)])
         compiler.results()
     return compiler
 
 
-def held_bytes(compiler: Compiler) -> int:
-    """Of a device, in the pool, the slot state and the all-reduce's state."""
+def held_bytes(compiler: Compiler, program: Decode | DecodeAndSample) -> int:
+    """Of a device, in the pool, the slot state and the all-reduce's state; and in earlier tokens."""
     names = {"pools", "state", "exchange"}
-    return sum(held.device_bytes for name, held in compiler._held.items() if name in names)
+    held = sum(held.device_bytes for name, held in compiler._held.items() if name in names)
+    return held + sum(4 * given.size for given in program.inputs(compiler.setup).values())
 
 
 def main() -> None:
@@ -123,16 +127,16 @@ def main() -> None:
             compiler.submit(step_programs(compiler.setup))
         else:
             bodies = [program for kind in (Decode, SharedDecode, Mixed) for program in kind.programs(compiler.setup)]
-            heads = [one for one in Sample.programs(compiler.setup) if one.batch == CONFIG.decode_buckets[-1]]
-            compiler.submit([*bodies, *heads])
+            sampling = [one for kind in (Sample, DecodeAndSample) for one in kind.programs(compiler.setup)]
+            compiler.submit([*bodies, *(one for one in sampling if one.batch == CONFIG.decode_buckets[-1])])
         compiled = dict.fromkeys(compiler.results(), compiler)
     over_two = decode_over_two()
     compiled |= dict.fromkeys(over_two.results(), over_two)
     for program, compiler in compiled.items():
         launched, commands = parts(program.name)
         record = {"name": program.name, "parts": launched, "commands": commands}
-        if isinstance(program, Decode) and not program.shares_prefix:
-            record |= {"held": held_bytes(compiler), "alias": compiler.result(program).alias_bytes}
+        if isinstance(program, Decode | DecodeAndSample) and program.kind != "shared_decode":
+            record |= {"held": held_bytes(compiler, program), "alias": compiler.result(program).alias_bytes}
         print(json.dumps(record), flush=True)
 
 

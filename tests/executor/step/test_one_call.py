@@ -1,0 +1,171 @@
+"""Decode steps that are one program: the tokens of body and head, whatever runs beside them and whatever the model."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+
+from jpaged import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from jpaged.engine.interface import SamplingVariant
+from jpaged.executor import config as executor_config
+from jpaged.executor.config import ExecutorConfig
+from jpaged.executor.start import startup
+from jpaged.executor.start.shapes import ONE_CALL_BYTES, one_call_rows
+from jpaged.executor.step.bodies import Decode
+from jpaged.executor.step.heads import Sample
+from jpaged.executor.step.kinds import step_programs
+from jpaged.executor.step.one_call import DecodeAndSample
+from jpaged.executor.step.program import Setup
+from jpaged.models import ModelConfig, build
+from tests.tiny_models import DEMO_ENGINE, TINY_ENGINE, VOCAB_SIZE, tiny_model, write_tiny_model
+
+ROWS = 4
+"""Rows of the smaller of two decode programs, which is one call."""
+SIZES: dict[str, Any] = {"decode_buckets": (ROWS, 32), "token_buckets": (128,)}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "attention": ("llama-gqa-d64-tied", {}),
+    "experts": ("qwen3-moe-some-layers", {"expert_load": True}),
+    "recurrent": ("qwen3.5", {"state_snapshot_tokens": 4, "num_state_snapshots": 16}),
+    "invariant": ("llama-biases", {"batch_invariant": True}),
+    "shared": ("llama-gqa-d64-tied", {"shared_prefix_attention": True}),
+}
+
+
+def started(args: EngineArgs, rows: int) -> LLMEngine:
+    with mock.patch.object(startup, "one_call_rows", return_value=rows):
+        return LLMEngine(args)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.xdist_group(f"one call, {name}")) for name in CASES],
+)
+def engines(request, tmp_path_factory) -> tuple[LLMEngine, LLMEngine]:
+    """With decode steps of two calls, and of one up to `ROWS` rows."""
+    name, options = CASES[request.param]
+    directory = write_tiny_model(tiny_model(name), tmp_path_factory.mktemp("tiny"), use_torch=False)
+    args = EngineArgs(**TINY_ENGINE | SIZES | {"model": str(directory)} | options)
+    return started(args, 0), started(args, ROWS)
+
+
+def greedy(index: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=5 + index)
+
+
+def any_kind(index: int) -> SamplingParams:
+    kinds: tuple[dict[str, Any], ...] = (
+        {"temperature": 0},
+        {"temperature": 0.8},
+        {"temperature": 1.0, "top_p": 0.9, "stop_token_ids": list(range(0, VOCAB_SIZE, 7))},
+        {"temperature": 1.0, "top_k": 5, "n": 2},
+        {"temperature": 0, "presence_penalty": 0.5, "logprobs": 2},
+        {"temperature": 0, "stop_token_ids": list(range(0, VOCAB_SIZE, 5))},
+    )
+    kind = kinds[index % len(kinds)]
+    return SamplingParams(seed=index, max_tokens=3 if "logprobs" in kind else 4 + index, **kind)
+
+
+def run(engine: LLMEngine, params: Callable[[int], SamplingParams]) -> dict[str, Any]:
+    """What becomes of requests that come one by one, some with a common prefix: steps have few rows and many."""
+    rng = np.random.default_rng(3)
+    prefix = rng.integers(3, VOCAB_SIZE, 24).tolist()
+    waiting = [(i, prefix * (i % 2) + rng.integers(3, VOCAB_SIZE, 3 + i).tolist()) for i in range(12)]
+    found: dict[str, Any] = {}
+    turn = 0
+    while waiting or engine.has_unfinished_requests():
+        if waiting and (turn % 2 == 0 or not engine.has_unfinished_requests()):
+            index, prompt = waiting.pop(0)
+            sampling = replace(params(index), output_kind=RequestOutputKind.FINAL_ONLY)
+            engine.add_request(str(index), prompt, sampling)
+        for output in engine.step():
+            found[output.request_id] = [
+                (list(one.token_ids), one.finish_reason, one.stop_reason) for one in output.outputs
+            ]
+        turn += 1
+    engine.core.check_integrity()
+    return found
+
+
+def kinds_called(engine: LLMEngine, params: Callable[[int], SamplingParams]) -> tuple[dict[str, Any], list[str]]:
+    """As `run`; and the kinds of the programs called, in order."""
+    called, call = [], engine.startup.runner._run
+
+    def noted(program, **inputs):
+        called.append(program.kind)
+        return call(program, **inputs)
+
+    with mock.patch.object(engine.startup.runner, "_run", noted):
+        return run(engine, params), called
+
+
+@pytest.mark.parametrize("params", [greedy, any_kind])
+def test_tokens_and_ends_are_those_of_two_calls(engines, monkeypatch, params):
+    monkeypatch.setattr(executor_config, "LEAST_SAVED_TOKENS", 1)
+    two, one = engines
+    expected, of_two = kinds_called(two, params)
+    found, of_one = kinds_called(one, params)
+    assert found == expected
+    assert any(reason == "length" for outputs in found.values() for _, reason, _ in outputs)
+    if params is any_kind:
+        assert any(isinstance(stopped_by, int) for outputs in found.values() for _, _, stopped_by in outputs)
+    assert "decode_and_sample" not in of_two
+    num_whole = of_one.count("decode_and_sample")
+    assert num_whole > 4  # few where most steps read a shared prefix once
+    assert len(of_two) - len(of_one) == num_whole
+    num_split = of_one.count("decode") + of_one.count("shared_decode")
+    assert num_split > 0  # of many rows
+    assert of_one.count("decode") == of_two.count("decode") - num_whole
+    for name in ("shared_decode", "copy_states"):
+        assert of_one.count(name) == of_two.count(name)
+    assert one.get_metrics().expert_load == two.get_metrics().expert_load
+
+
+def test_all_that_is_kept_on_the_device_is_updated_in_place(engines):
+    _, one = engines
+    runner = one.startup.runner
+    compiled = runner._programs[DecodeAndSample(ROWS, SamplingVariant.GREEDY)]
+    donated = sum(leaf.nbytes for name in compiled.signature.updates for leaf in jax.tree.leaves(runner._held[name]))
+    assert compiled.alias_bytes == donated + 2 * ROWS * 4  # and tokens, over earlier ones
+    body = runner._programs[Decode(ROWS)]
+    assert set(compiled.signature.updates) == {*body.signature.updates, "state"}
+
+
+@pytest.mark.xdist_group("one call, constraints")
+def test_rows_under_constraints_and_what_runs_ahead_of_them_are_two_calls():
+    args = EngineArgs(**DEMO_ENGINE, verbose=False)
+    two, one = started(args, 0), started(args, ROWS)
+
+    def params(index: int) -> SamplingParams:
+        constraint = StructuredOutputsParams(regex="[a-z]{3,9} [0-9]+") if index % 3 == 1 else None
+        return SamplingParams(temperature=0.7, seed=index, max_tokens=4 + index, structured_outputs=constraint)
+
+    expected, _ = kinds_called(two, params)
+    found, called = kinds_called(one, params)
+    assert found == expected
+    assert called.count("decode_and_sample") > 10 < called.count("decode")
+
+
+def test_a_start_has_them_for_few_rows_of_usual_variants_where_weights_are_read_quickly():
+    model = build(ModelConfig.from_dict(tiny_model("llama-gqa-d64-tied").config), "bfloat16")
+    config = ExecutorConfig(
+        max_num_seqs=256,
+        max_model_len=64,
+        block_size=16,
+        num_blocks=8,
+        decode_buckets=(8, 96, 128, 192, 256),
+        token_buckets=(512,),
+        one_call_rows=one_call_rows(model, 80 * 2**30),
+    )
+    setup = Setup.of(model, config)
+    whole = {program for program in step_programs(setup) if isinstance(program, DecodeAndSample)}
+    usual = {one.variant for one in Sample.programs(setup) if one.variant <= SamplingVariant.TRUNCATED}
+    assert whole == {DecodeAndSample(rows, variant) for rows in (8, 96, 128) for variant in usual}
+    assert one_call_rows(model, None) == 0  # a CPU
+    large = mock.Mock(num_bytes=ONE_CALL_BYTES + 1)
+    assert one_call_rows(large, 80 * 2**30) == 0
+    without = Setup.of(model, replace(config, one_call_rows=0))
+    assert set(step_programs(setup)) - whole == set(step_programs(without))
