@@ -34,10 +34,10 @@ class PlanInProgress:
     state_saves: list[tuple[int, int]] = field(default_factory=list)
     table_updates: list[np.ndarray] = field(default_factory=list)
     beams: list[tuple[int, int, int]] = field(default_factory=list)
-    mask_slots: list[int] = field(default_factory=list)
+    mask_slots: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
     masks: list[np.ndarray] = field(default_factory=list)
-    mask_tokens: list[int] = field(default_factory=list)
-    mask_backs: list[int] = field(default_factory=list)
+    mask_tokens: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
+    mask_backs: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
     has_run_ahead: bool = False
     run_ahead: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
 

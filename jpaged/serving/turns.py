@@ -440,7 +440,7 @@ def _asked_effort(request: ChatCompletionRequest) -> Any:
     """
     reasoning, effort = request.reasoning or {}, request.reasoning_effort
     other, enabled = reasoning.get("effort"), reasoning.get("enabled")
-    if reasoning.keys() - {"effort", "enabled"} or enabled not in (None, True, False):
+    if reasoning.keys() - {"effort", "enabled"} or not (enabled is None or isinstance(enabled, bool)):
         raise ApiError(
             400,
             f'reasoning must be {{"effort": ...}} or {{"enabled": true or false}}, got {str(dict(reasoning))[:80]}.'

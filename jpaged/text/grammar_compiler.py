@@ -22,8 +22,8 @@ from jpaged.api.errors import InvalidParameterError, JPagedError
 from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.text.grammar_follower import Follower
 from jpaged.text.grammar_guides import CompiledGrammar, Guide, changes_of, follow_message
-from jpaged.text.grammar_process import Followed, Made, MakeMasks, Place, Resume, Start
-from jpaged.text.grammar_shards import ENDED, Processes, Shard, changed
+from jpaged.text.grammar_process import Followed, MakeMasks, Place, Resume, Start
+from jpaged.text.grammar_shards import ENDED, Answer, Masks, Processes, Shard
 from jpaged.text.grammars import LARGE_VOCABULARY, GrammarTokenizer
 
 _MOST_COMPILED = 256
@@ -112,7 +112,7 @@ class GrammarCompiler:
             waiting: deque[Guide] = deque()
 
             def answer(
-                message: Followed | Made | None,
+                message: Followed | Masks | None,
                 own: list[Guide] = own,
                 some: list[int] = some,
                 waiting: deque[Guide] = waiting,
@@ -123,7 +123,7 @@ class GrammarCompiler:
                         if place.waits:
                             waiting.append(guide)
                 elif message is not None:
-                    for made in message.arrays:
+                    for made in message:
                         waiting.popleft().made = made
                 return message is None or not waiting
 
@@ -142,15 +142,13 @@ class GrammarCompiler:
             guide.followed.extend(place.forced)
         return place
 
-    def make_masks(self, guides: Sequence[Guide], before: Sequence[np.ndarray | None]) -> "list[np.ndarray | str]":
+    def make_masks(self, guides: Sequence[Guide]) -> "list[np.ndarray | str]":
         """What may follow where guides stand. Waits.
-
-        before: masks as this returns them, or None; the same array is returned where the mask is equal.
 
         Returns: for each guide its mask, uint32 [words]; or the tokens that it allows, int32 [n], if these are at most
             FEW_TOKENS; or why it cannot go on.
         """
-        return [self._make_mask(*one) for one in zip(guides, before, strict=True)]
+        return [self._make_mask(guide) for guide in guides]
 
     def close(self) -> None:
         """Ends the process."""
@@ -160,20 +158,20 @@ class GrammarCompiler:
                 self._process.is_alive = False
                 self._process.end()
 
-    def _make_mask(self, guide: Guide, before: np.ndarray | None) -> "np.ndarray | str":
+    def _make_mask(self, guide: Guide) -> "np.ndarray | str":
         """The mask of a guide, which takes up its tokens in other processes if its own have ended."""
         for _ in range(2):
             if guide.made is None and self.knows(guide):
 
-                def answer(message: Followed | Made | None) -> bool:
-                    if isinstance(message, Made):
-                        (guide.made,) = message.arrays
+                def answer(message: Followed | Masks | None) -> bool:
+                    if isinstance(message, list):
+                        (guide.made,) = message
                     return True
 
-                _ask(guide.shard, MakeMasks(changes_of([guide]), [guide.number]), answer)
+                _ask(guide.shard, MakeMasks(changes_of(guide.shard, [guide]), [guide.number]), answer)
             if guide.made is not None:
                 made, guide.made = guide.made, None
-                return changed(made, before)
+                return made
             place = self._revived(guide, (), (), 0)
             if place.failure:
                 return place.failure
@@ -185,12 +183,13 @@ class GrammarCompiler:
             return ENDED
         places = [ENDED]
 
-        def answer(message: Followed | Made | None) -> bool:
+        def answer(message: Followed | Masks | None) -> bool:
             if isinstance(message, Followed):
                 (places[0],) = message.places
             return True
 
-        _ask(guide.shard, Resume(changes_of([guide]), guide.number, list(token_ids), list(guesses), last), answer)
+        changes = changes_of(guide.shard, [guide])
+        _ask(guide.shard, Resume(changes, guide.number, list(token_ids), list(guesses), last), answer)
         return places[0]
 
     def _followed(self, guide: Guide, tokens: list[int], place: Place, guessed: bool, last: int) -> Place:
@@ -288,11 +287,11 @@ class GrammarCompiler:
             self._started()
 
 
-def _ask(shard: Shard, message: object, answer: Callable[[Followed | Made | None], bool]) -> None:
+def _ask(shard: Shard, message: object, answer: Answer) -> None:
     """As `Shard.ask`; waits until the answer has been taken, by this thread or another one."""
     done = []
 
-    def take(message: Followed | Made | None) -> bool:
+    def take(message: Followed | Masks | None) -> bool:
         is_last = answer(message)
         if is_last or message is None:
             done.append(True)

@@ -17,13 +17,14 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from jpaged.text.grammar_guides import Guide, follow_message
-from jpaged.text.grammar_process import Followed, Made, Place
-from jpaged.text.grammar_shards import ENDED, Processes, Shard, changed
+from jpaged.text.grammar_guides import Guide, changes_of
+from jpaged.text.grammar_process import Follow, Followed, Place, Places
+from jpaged.text.grammar_shards import ENDED, Masks, Processes, Shard
 
 
 class Follows(Protocol):
@@ -33,27 +34,34 @@ class Follows(Protocol):
     def advance(
         self, guides: Sequence[Guide], tokens: np.ndarray, guessed: Sequence[bool], last: Sequence[int]
     ) -> Sequence[Place]: ...
-    def make_masks(
-        self, guides: Sequence[Guide], before: Sequence[np.ndarray | None]
-    ) -> Sequence["np.ndarray | str"]: ...
+    def make_masks(self, guides: Sequence[Guide]) -> Sequence["np.ndarray | str"]: ...
 
 
 class Part(NamedTuple):
     """A shard's part of a job, or what is to be taken up in other processes; as `following.Job`."""
 
-    slots: list[int]
+    slots: np.ndarray
     guides: list[Guide]
     tokens: np.ndarray
-    guessed: list[bool]
-    last: list[int]
-    before: list[np.ndarray | None]
+    guessed: np.ndarray
+    last: np.ndarray
+
+    def some(self, which: "np.ndarray | list[int]") -> "Part":
+        """Those at these indices."""
+        guides = [self.guides[i] for i in (which.tolist() if isinstance(which, np.ndarray) else which)]
+        return Part(self.slots[which], guides, self.tokens[which], self.guessed[which], self.last[which])
+
+    @property
+    def without_tokens(self) -> "Part":
+        """The same, for which only masks are to be made."""
+        return self._replace(tokens=self.tokens[:0])
 
 
 class Answer(NamedTuple):
     """As `following.Result`."""
 
-    slots: list[int]
-    places: Sequence[Place] | None
+    slots: np.ndarray
+    places: Places | None
     masks: "Sequence[np.ndarray | str] | None"
 
 
@@ -82,22 +90,21 @@ class Follower:
 
     def put(self, job: Any) -> None:
         """Hands over a job."""
-        by_shard: dict[Shard, list[int]] = {}
-        ended: list[int] = []
-        are_known: dict[Processes, bool] = {}
-        for i, guide in enumerate(job.guides):
-            process = guide.grammar.process
-            is_known = are_known.get(process)
-            if is_known is None:
-                is_known = are_known[process] = self._compiler.knows(guide)
-            if is_known:
-                by_shard.setdefault(guide.shard, []).append(i)
+        addresses = np.array([guide.address for guide in job.guides], np.int64)
+        new = np.flatnonzero(addresses < 0).tolist()
+        for i in new:
+            guide = job.guides[i]
+            addresses[i] = guide.shard.route << 32 | guide.number
+        order = np.argsort(addresses >> 32, kind="stable")
+        addresses, part = addresses[order], Part(*job).some(order)
+        routes, numbers = addresses >> 32, (addresses & 0xFFFFFFFF).astype(np.int32)
+        bounds = [0, *(np.flatnonzero(routes[1:] != routes[:-1]) + 1).tolist(), len(order)]
+        for begin, end in pairwise(bounds):
+            of_shard = Part(*(column[begin:end] for column in part))
+            if self._compiler.knows(of_shard.guides[0]):
+                self._ask(of_shard, numbers[begin:end], bool(new))
             else:
-                ended.append(i)
-        for shard, some in by_shard.items():
-            self._ask(shard, _part(job, some))
-        if ended:
-            self._revive(_part(job, ended))
+                self._revive(of_shard)
 
     @property
     def has_news(self) -> bool:
@@ -164,26 +171,24 @@ class Follower:
             for shard in processes.shards:
                 shard.fail()
 
-    def _ask(self, shard: Shard, part: Part) -> None:
-        answers = self._answers
-        waiting: deque[int] = deque()
-        told: list[bool] = []
-        tokens = part.tokens.tolist()
+    def _ask(self, part: Part, numbers: np.ndarray, has_new: bool) -> None:
+        """Asks the shard of a part. numbers: int32 [guides]. has_new: whether it may not know some of them yet."""
+        answers, shard = self._answers, part.guides[0].shard
+        waiting: list[int] | None = None
 
-        def answer(message: Followed | Made | None) -> bool:
+        def answer(message: Followed | Masks | None) -> bool:
+            nonlocal waiting
             if isinstance(message, Followed):
-                told.append(True)
-                for i, (guide, place) in enumerate(zip(part.guides, message.places, strict=True)):
-                    guide.note(tokens[i], place)
-                    if place.needs_mask and not place.failure:
-                        waiting.append(i)
-                answers.append(Answer(part.slots, message.places, None))
+                places = message.arrays
+                _note(part, places)
+                waiting = places.waiting
+                answers.append(Answer(part.slots, places, None))
             elif message is not None:
-                some = [waiting.popleft() for _ in message.masks]
-                masks = [changed(made, part.before[i]) for i, made in zip(some, message.arrays, strict=True)]
-                answers.append(Answer([part.slots[i] for i in some], None, masks))
-            elif told:
-                self._revive(_part(part, list(waiting))._replace(tokens=part.tokens[:0]))
+                assert waiting is not None
+                some, waiting = waiting[: len(message)], waiting[len(message) :]
+                answers.append(Answer(part.slots[some], None, message))
+            elif waiting is not None:
+                self._revive(part.some(waiting).without_tokens)
             else:
                 self._revive(part)
             return message is None or not waiting
@@ -192,14 +197,16 @@ class Follower:
         known = self._known()
         if processes not in known:
             self._processes = [weakref.ref(one) for one in (*known, processes)]
-        shard.ask(follow_message(part.guides, part.tokens, part.guessed, part.last), answer)
+        changes = changes_of(shard, part.guides if has_new else ())
+        columns = (column.tobytes() for column in (numbers, part.tokens, part.guessed, part.last))
+        shard.ask(Follow(changes, *columns), answer)
 
     def _revive(self, part: Part) -> None:
         """Has sequences taken up in other processes; fails them if this is closed, as nothing follows them any more."""
         with self._reviving:
             if self._is_closed:
                 count = len(part.slots)
-                fails = ([ENDED] * count, None) if len(part.tokens) else (None, [ENDED.failure] * count)
+                fails = (Places.of([ENDED] * count), None) if len(part.tokens) else (None, [ENDED.failure] * count)
                 self._late.put(Answer(part.slots, *fails))
                 return
             if self._thread is None:
@@ -214,11 +221,20 @@ def _wake(wakes: socket.socket) -> None:
         wakes.send(b"\0")
 
 
-def _part(job: Any, some: list[int]) -> Part:
-    slots, guides, guessed, last, before = (
-        [column[i] for i in some] for column in (job.slots, job.guides, job.guessed, job.last, job.before)
-    )
-    return Part(slots, guides, job.tokens[some], guessed, last, before)
+def _note(part: Part, places: Places) -> None:
+    """As `Guide.note`, of all guides of a part."""
+    chosen = part.tokens[np.arange(len(part.guides)), places.num_refused].tolist()
+    if places.failures or places.is_refused.any():
+        passed_over = places.is_refused.copy()
+        passed_over[list(places.failures)] = True
+        went_on = np.flatnonzero(~passed_over).tolist()
+    else:
+        went_on = range(len(chosen))
+    for i in went_on:
+        part.guides[i].followed.append(chosen[i])
+    for i, forced in places.forced.items():
+        if i not in places.failures:
+            part.guides[i].followed.extend(forced)
 
 
 def _revive(
@@ -234,12 +250,13 @@ def _revive(
         try:
             waiting = list(range(len(part.slots)))
             if len(part.tokens):
-                places = compiler.advance(part.guides, part.tokens, part.guessed, part.last)
+                given = part.guessed.tolist(), part.last.tolist()
+                places = Places.of(compiler.advance(part.guides, part.tokens, *given))
                 late.put(Answer(part.slots, places, None))
-                waiting = [i for i, place in enumerate(places) if place.waits]
+                waiting = places.waiting
             if waiting:
-                masks = compiler.make_masks([part.guides[i] for i in waiting], [part.before[i] for i in waiting])
-                late.put(Answer([part.slots[i] for i in waiting], None, masks))
+                masks = compiler.make_masks([part.guides[i] for i in waiting])
+                late.put(Answer(part.slots[waiting], None, masks))
         except BaseException as error:  # raised again where the answers are read
             late.put(error)
         _wake(wakes)

@@ -60,11 +60,12 @@ class Guide:
     """Where a sequence stands. ends_late: the end of sequence is allowed only where nothing else is. guesses: it may do
     without masks.
 
-    is_begun: whether its shard knows it. followed: its tokens so far, those included that must come next. made: its
-    mask, which came without being asked for; None if none did.
+    is_begun: whether its shard knows it. address: its shard's route and its number, as one; -1 until it is begun.
+    followed: its tokens so far, those included that must come next. made: its mask, which came without being asked for;
+    None if none did.
     """
 
-    __slots__ = ("_shard", "ends_late", "followed", "grammar", "guesses", "is_begun", "made", "number")
+    __slots__ = ("_shard", "address", "ends_late", "followed", "grammar", "guesses", "is_begun", "made", "number")
 
     def __init__(self, grammar: CompiledGrammar, ends_late: bool, guesses: bool) -> None:
         self.ends_late, self.guesses = ends_late, guesses
@@ -77,7 +78,7 @@ class Guide:
         self.grammar = grammar
         self.number = next(grammar.process.numbers)
         self._leave()
-        self.is_begun = False
+        self.is_begun, self.address = False, -1
         self.made: np.ndarray | str | None = None
 
     @property
@@ -115,14 +116,15 @@ class Guide:
         self._leave()
 
 
-def changes_of(guides: Sequence[Guide]) -> Changes:
-    """What their shard is to be told before it is asked of these guides, one at least."""
-    shard = guides[0].shard
+def changes_of(shard: Shard, guides: Sequence[Guide]) -> Changes:
+    """What a shard is to be told before it is asked of some guides. guides: those of them, at least, that it may not
+    know yet.
+    """
     forgotten = take_all(shard.forgotten)  # first, so that guides of these are among the ended
     begun, compiled = [], []
     for guide in guides:
         if not guide.is_begun:
-            guide.is_begun = True
+            guide.is_begun, guide.address = True, shard.route << 32 | guide.number
             grammar = guide.grammar
             if shard not in grammar.shards:
                 grammar.shards.add(shard)
@@ -139,9 +141,9 @@ def follow_message(
 ) -> Follow:
     """What a shard is asked of guides of its own, one at least; arguments as of `GrammarCompiler.advance`."""
     return Follow(
-        changes_of(guides),
-        [guide.number for guide in guides],
+        changes_of(guides[0].shard, guides),
+        np.array([guide.number for guide in guides], np.int32).tobytes(),
         tokens.astype(np.int32).tobytes(),
-        list(guessed),
-        list(last),
+        np.array(guessed, np.bool_).tobytes(),
+        np.array(last, np.int64).tobytes(),
     )

@@ -25,8 +25,8 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 _PORTION_S = 0.001
 """Masks are sent when so much time has been spent on them: those of other sequences need not wait for slow ones."""
+MOST_KEPT = 256
+"""Masks of a shard that both ends keep: 5 MB of whole ones, with a vocabulary of 152,000 tokens."""
 _MOST_TOKENS = 64
 """Of a guide in one message; a state of `Followed` is a byte."""
 _COMPILER_STACK_BYTES = 4 * STACK_BYTES
@@ -95,16 +97,19 @@ class Changes(msgspec.Struct, array_like=True):
 
 
 class Follow(msgspec.Struct, array_like=True, tag=True):
-    """guessed: of which guides it is to be said which of their tokens may follow. tokens: int32 [guides, most], packed:
-    the token of each guide, or, where it is guessed, tokens in order of preference, NO_TOKEN behind the last. last: for
-    each guide a bit for each of its tokens that would end its sequence.
+    """What guides have sampled, in packed arrays.
+
+    guides: int32 [guides]; their numbers. tokens: int32 [guides, most]; the token of each guide, or, where it is
+    guessed, tokens in order of preference, NO_TOKEN behind the last. guessed: bool [guides]; of which it is to be said
+    which of their tokens may follow. last: int64 [guides]; a bit for each of a guide's tokens that would end its
+    sequence.
     """
 
     changes: Changes
-    guides: list[int]
+    guides: bytes
     tokens: bytes
-    guessed: list[bool]
-    last: list[int]
+    guessed: bytes
+    last: bytes
 
 
 class Resume(msgspec.Struct, array_like=True, tag=True):
@@ -140,9 +145,31 @@ class Place(NamedTuple):
         return self.needs_mask and not self.failure
 
 
+class Places(NamedTuple):
+    """Where guides stand, by array; as `jpaged.engine.constraints.following.Places`."""
+
+    needs_mask: np.ndarray
+    num_refused: np.ndarray
+    is_refused: np.ndarray
+    forced: dict[int, tuple[int, ...]]
+    failures: dict[int, str]
+
+    @classmethod
+    def of(cls, places: Sequence[Place]) -> "Places":
+        """The same of some guides one by one."""
+        return Followed.of(places).arrays
+
+    @property
+    def waiting(self) -> list[int]:
+        """The guides that masks are to be made for, by index."""
+        waits: list[int] = np.flatnonzero(self.needs_mask).tolist()
+        return [i for i in waits if i not in self.failures] if self.failures else waits
+
+
 _PLACES = [Place((), *state) for state in product((True, False), range(_MOST_TOKENS), (True, False))]
 _STATES = {place[1:4]: i for i, place in enumerate(_PLACES)}
 """Places without forced tokens and failures, and where they stand there: by needs_mask, num_refused and is_refused."""
+_NEEDS_MASK, _NUM_REFUSED, _IS_REFUSED = (np.array(column) for column in list(zip(*_PLACES, strict=True))[1:4])
 
 
 class Followed(msgspec.Struct, array_like=True, tag=True):
@@ -157,7 +184,7 @@ class Followed(msgspec.Struct, array_like=True, tag=True):
     failures: dict[int, str] = {}
 
     @classmethod
-    def of(cls, places: list[Place]) -> "Followed":
+    def of(cls, places: Sequence[Place]) -> "Followed":
         """Packs places."""
         return cls(
             bytes(_STATES[place[1:4]] for place in places),
@@ -175,6 +202,12 @@ class Followed(msgspec.Struct, array_like=True, tag=True):
             places[i] = places[i]._replace(failure=failure)
         return places
 
+    @property
+    def arrays(self) -> Places:
+        """The places, unpacked, by array."""
+        states = np.frombuffer(self.states, np.uint8)
+        return Places(_NEEDS_MASK[states], _NUM_REFUSED[states], _IS_REFUSED[states], self.forced, self.failures)
+
 
 class Failed(msgspec.Struct, array_like=True, tag=True):
     """The last message of a shard that ends by an error. traceback: of it."""
@@ -190,24 +223,55 @@ class MakeMasks(msgspec.Struct, array_like=True, tag=True):
 
 
 class Made(msgspec.Struct, array_like=True, tag=True):
-    """For the next guides that wait for masks the tokens that may follow, int32 [n], if they are few; or uint32 words.
-    few: which of them are of the first form. failures: why some have none, by their places in these lists.
+    """For the next guides that wait for masks the numbers of these, in `KeptMasks`. Sequences of one schema come to the
+    same masks again and again.
+
+    new: number, whether it lists tokens, and the mask, of those that the other end does not have: it keeps them from
+    then on in place of what had the number before. The tokens that may follow, int32 [n], if they are few; or uint32
+    words. failures: why some have no mask, by their places in this list.
     """
 
-    masks: list[bytes]
-    few: list[bool]
+    numbers: list[int]
+    new: list[tuple[int, bool, bytes]]
     failures: dict[int, str] = {}
 
-    @property
-    def arrays(self) -> "list[np.ndarray | str]":
-        """For each guide its mask, or why there is none."""
-        made: list[np.ndarray | str] = [
-            np.frombuffer(mask, np.int32 if is_few else np.uint32)
-            for mask, is_few in zip(self.masks, self.few, strict=True)
-        ]
-        for i, failure in self.failures.items():
-            made[i] = failure
-        return made
+
+class KeptMasks:
+    """The engine's end of a shard's masks: those that the shard sent last."""
+
+    def __init__(self) -> None:
+        self._masks: dict[int, np.ndarray] = {}
+
+    def take(self, made: Made) -> "list[np.ndarray | str]":
+        """For each guide its mask, or why there is none. Equal masks are one array for as long as it is kept."""
+        masks = self._masks
+        for number, is_few, mask in made.new:
+            masks[number] = np.frombuffer(mask, np.int32 if is_few else np.uint32)
+        taken: list[np.ndarray | str] = [masks[number] for number in made.numbers]
+        for i, failure in made.failures.items():
+            taken[i] = failure
+        return taken
+
+
+class SentMasks:
+    """A shard's end of them: the numbers of those that the engine has."""
+
+    def __init__(self) -> None:
+        self._numbers: OrderedDict[tuple[bool, bytes], int] = OrderedDict()
+
+    def pack(self, masks: list[tuple[bool, bytes]], failures: dict[int, str]) -> Made:
+        """Says of each, `MOST_KEPT` at most, which it is, and what it is if the engine does not have it."""
+        known, numbers, new = self._numbers, [], []
+        for mask in masks:
+            number = known.get(mask)
+            if number is None:
+                number = known.popitem(last=False)[1] if len(known) == MOST_KEPT else len(known)
+                known[mask] = number
+                new.append((number, *mask))
+            else:
+                known.move_to_end(mask)
+            numbers.append(number)
+        return Made(numbers, new, failures)
 
 
 class GrammarServer:
@@ -219,6 +283,7 @@ class GrammarServer:
         self._vocabulary = Vocabulary.of(0, (), num_words)
         self._grammars: dict[int, FollowedGrammar] = {}
         self._guides: dict[int, Guide] = {}
+        self._sent = SentMasks()
 
     def start(self, message: Start) -> str:
         """Makes the tokenizer. Returns what is wrong with it."""
@@ -256,9 +321,13 @@ class GrammarServer:
     def follow(self, message: Follow) -> tuple[Followed, list[Guide]]:
         """Moves guides past tokens and past what these force. Also returns those that wait for masks."""
         self._take(message.changes)
-        guides = [self._guides[number] for number in message.guides]
+        guides = [self._guides[number] for number in np.frombuffer(message.guides, np.int32).tolist()]
         tokens = np.frombuffer(message.tokens, np.int32).reshape(len(guides), -1).tolist()
-        every = zip(guides, tokens, message.guessed, message.last, strict=True)
+        guessed, last = (
+            np.frombuffer(message.guessed, np.bool_).tolist(),
+            np.frombuffer(message.last, np.int64).tolist(),
+        )
+        every = zip(guides, tokens, guessed, last, strict=True)
         places = [_followed(*one) for one in every]
         return Followed.of(places), [guide for guide, place in zip(guides, places, strict=True) if place.waits]
 
@@ -286,7 +355,7 @@ class GrammarServer:
         done = 0
         while done < len(guides):
             begun, some = time.perf_counter(), []
-            for guide in guides[done:]:
+            for guide in guides[done : done + MOST_KEPT]:
                 some.append(mask := np.zeros((self._num_words,), np.uint32))
                 guide.make_mask(mask)
                 if time.perf_counter() - begun > _PORTION_S:
@@ -302,10 +371,10 @@ class GrammarServer:
         few = few_tokens(masks, counts, FEW_TOKENS)
         failures = {i: failure for i, guide in enumerate(guides) if (failure := _failure(guide))}
         packed = [
-            mask.tobytes() if tokens is None else np.array(tokens, np.int32).tobytes()
+            (False, mask.tobytes()) if tokens is None else (True, np.array(tokens, np.int32).tobytes())
             for tokens, mask in zip(few, masks, strict=True)
         ]
-        return Made(packed, [tokens is not None for tokens in few], failures)
+        return self._sent.pack(packed, failures)
 
     def _take(self, changes: Changes) -> None:
         for number in changes.ended:

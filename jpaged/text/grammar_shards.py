@@ -25,18 +25,17 @@ from itertools import count
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.text import grammar_process
 from jpaged.text.frames import framed, read_frame, write_frame
-from jpaged.text.grammar_process import Compile, Compiled, Failed, Followed, Made, Place, Start
+from jpaged.text.grammar_process import Compile, Compiled, Failed, Followed, KeptMasks, Made, Place, Start
 from jpaged.text.helper_process import start_helper
 
 NUM_COMPILERS = 6
 """Threads that compile at a time: four for new constraints, one that takes sequences up, and the engine's."""
 _READ_BYTES = 1 << 18
-_serials = count()
+_serials, _routes = count(), count()
 _LENGTH = struct.Struct("<I")
 _decode = msgspec.msgpack.Decoder(Followed | Made | Failed).decode
 _encode = msgspec.msgpack.encode
@@ -45,20 +44,23 @@ log = logging.getLogger("jpaged.engine")
 
 ENDED = Place(failure="the process that follows grammars has ended")
 
-Answer = Callable[["Followed | Made | None"], bool]
+Masks = list[Any]
+"""For each guide its mask, or why there is none."""
+Answer = Callable[["Followed | Masks | None"], bool]
 """Takes an answer, None if there will be none. False: another one follows."""
 
 
 class Shard:
     """One of the processes.
 
-    ended, forgotten: numbers of guides and grammars that are no more, of which it is told with the next message.
-    num_live: guides that it follows. lock: held by who asks or takes answers, and by nobody who waits.
+    route: tells it from all others. ended, forgotten: numbers of guides and grammars that are no more, of which it is
+    told with the next message. num_live: guides that it follows. lock: held by who asks or takes answers, and by nobody
+    who waits.
     """
 
     def __init__(self, processes: "Processes", sock: socket.socket) -> None:
         self._processes = weakref.ref(processes)
-        self.sock = sock
+        self.sock, self.route = sock, next(_routes)
         self.lock = threading.RLock()
         self.ended: deque[int] = deque()
         self.forgotten: deque[int] = deque()
@@ -67,6 +69,7 @@ class Shard:
         self._space = memoryview(bytearray(_READ_BYTES))
         self._buffer = bytearray()
         self._expected: deque[Answer] = deque()
+        self._masks = KeptMasks()
 
     @property
     def has_unsent(self) -> bool:
@@ -136,9 +139,11 @@ class Shard:
             del self._buffer[:end]
             if isinstance(message, Failed):
                 log_failure(message)
-            elif self._expected:  # else it failed, and nobody waits any more
+                continue
+            taken = self._masks.take(message) if isinstance(message, Made) else message
+            if self._expected:  # else it failed, and nobody waits any more
                 answer = self._expected.popleft()
-                if not answer(message):
+                if not answer(taken):
                     self._expected.appendleft(answer)
 
 
@@ -224,13 +229,6 @@ class Processes:
 def log_failure(failed: Failed) -> None:
     """Says why a process ends."""
     log.error("A process that follows grammars has failed:\n%s", failed.traceback)
-
-
-def changed(mask: "np.ndarray | str", before: np.ndarray | None) -> "np.ndarray | str":
-    """A mask, or why there is none; the array of before where it is equal."""
-    if before is None or isinstance(mask, str) or before.dtype != mask.dtype or before.nbytes != mask.nbytes:
-        return mask
-    return before if before.tobytes() == mask.tobytes() else mask
 
 
 def take_all(numbers: deque[int]) -> list[int]:

@@ -313,7 +313,7 @@ def test_all_responses_share_one_bound_and_the_oldest_that_have_ended_give_way_f
         store.hold(2000, None)
     assert caught.value.status == 503
     with pytest.raises(OverloadedError, match="--max-response-bytes"):
-        first.grow_to(1_200_000)
+        first.grow_to(999_999)
     assert (big.num_bytes, small.num_bytes) == (0, 0)
     first.release()
     store.put(None, {"id": "resp_9"}, recorded(500_000))
@@ -329,8 +329,18 @@ def test_a_run_that_finds_no_room_takes_no_other_along():
     greedy.release()
     modest.release()
     store.hold(1000, None).release()  # nothing is counted twice
-    with pytest.raises(OverloadedError, match="hold 0 bytes"):
+
+
+def test_what_is_too_large_by_itself_is_told_so_and_not_to_try_again():
+    store = ResponseStore(1000)
+    with pytest.raises(ApiError, match=r"take 1001 bytes, .* may take 1000 \(--max-response-bytes\)") as caught:
         store.hold(1001, None)
+    assert (caught.value.status, caught.value.code, caught.value.headers) == (413, "response_too_large", {})
+    modest, growing = store.hold(100, None), store.hold(400, None)
+    with pytest.raises(ApiError, match="Send less, or ask without background") as caught:
+        growing.grow_to(1001)
+    assert caught.value.status == 413
+    modest.grow_to(1000)  # the other holds nothing any more
 
 
 @pytest.mark.parametrize("kind", ["text", "reasoning", "call"])

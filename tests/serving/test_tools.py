@@ -221,6 +221,10 @@ def test_equal_efforts_pass_and_contradicting_ones_are_both_named(server):
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "reasoning"
         assert all(name in answer.json()["error"]["message"] for name in names)
+    for enabled in (0, 1, 0.0, "false"):
+        answer = chat(server, max_tokens=1, reasoning={"enabled": enabled})
+        assert answer.status_code == 400, enabled
+        assert '"enabled": true or false' in answer.json()["error"]["message"]
 
 
 def test_a_schema_holds_for_what_follows_the_reasoning(server):

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import threading
 import time
-from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -15,9 +14,10 @@ import pytest
 from jpaged.api.errors import JPagedError
 from jpaged.api.structured_outputs import StructuredOutputsParams as Structured
 from jpaged.assets import demo_model_path
-from jpaged.text import frames, grammar_guides
+from jpaged.engine.constraints.following import Job
+from jpaged.text import frames, grammar_guides, grammar_process
 from jpaged.text.grammar_compiler import GrammarCompiler
-from jpaged.text.grammar_process import Changes, Followed, Made, MakeMasks, Place
+from jpaged.text.grammar_process import Changes, Followed, KeptMasks, Made, MakeMasks, Place, Places, SentMasks
 from jpaged.text.grammar_shards import Shard
 from jpaged.text.grammars import GrammarTokenizer
 from jpaged.text.tokenizer import Tokenizer
@@ -50,14 +50,22 @@ def token_of(tokenizer, text):
 
 def job_of(guides, tokens, guessed):
     count = len(guides)
-    return SimpleNamespace(
-        slots=list(range(count)),
-        guides=guides,
-        tokens=np.array([tokens] * count),
-        guessed=[guessed] * count,
-        last=[0] * count,
-        before=[None] * count,
+    return Job(
+        np.arange(count),
+        guides,
+        np.array([tokens] * count, np.int32),
+        np.full((count,), guessed),
+        np.zeros((count,), np.int64),
     )
+
+
+def listed(places):
+    """`Places` one by one."""
+    columns = (column.tolist() for column in places[:3])
+    return [
+        Place(places.forced.get(i, ()), *of_guide, failure=places.failures.get(i, ""))
+        for i, of_guide in enumerate(zip(*columns, strict=True))
+    ]
 
 
 def answers(follower, count):
@@ -65,9 +73,9 @@ def answers(follower, count):
     places, masks = {}, {}
     while len(places) < count or any(place.waits and slot not in masks for slot, place in places.items()):
         for answer in follower.take_all(waits=True):
-            into, values = (places, answer.places) if answer.places is not None else (masks, answer.masks)
-            assert not into.keys() & set(answer.slots)
-            into.update(zip(answer.slots, values, strict=True))
+            into, values = (places, listed(answer.places)) if answer.places is not None else (masks, answer.masks)
+            assert not into.keys() & set(answer.slots.tolist())
+            into.update(zip(answer.slots.tolist(), values, strict=True))
     return places, masks
 
 
@@ -86,7 +94,7 @@ def test_sequences_are_spread_over_shards_which_say_what_one_alone_says(compiler
         follower.put(job_of(guides, [token_of(tokenizer, text)], False))
         places, masks = answers(follower, 10)
         (expected,) = compiler.advance([alone], np.array([[token_of(tokenizer, text)]]), [False], [0])
-        (mask,) = compiler.make_masks([alone], [None])
+        (mask,) = compiler.make_masks([alone])
         assert set(places.values()) == {expected}
         assert all(made.tolist() == mask.tolist() for made in masks.values())
     assert len(masks) == 10
@@ -177,6 +185,26 @@ def test_places_are_what_they_were_once_they_have_come_over_a_socket():
     ]
     sent = msgspec.msgpack.encode(Followed.of(places))
     assert msgspec.msgpack.decode(sent, type=Followed).places == places
+    assert listed(msgspec.msgpack.decode(sent, type=Followed).arrays) == places
+    assert Places.of(places).waiting == [0, 2]
+    assert [place.waits for place in places] == [True, False, True, False, False]
+
+
+def test_both_ends_of_a_socket_keep_the_same_masks_and_each_is_sent_once_while_they_do(monkeypatch):
+    monkeypatch.setattr(grammar_process, "MOST_KEPT", 3)
+    shard, kept, draw = SentMasks(), KeptMasks(), np.random.default_rng(0)
+    sent = []
+    for _ in range(200):
+        masks = [(bool(one % 2), np.array([one], np.int32).tobytes()) for one in draw.integers(0, 6, 3).tolist()]
+        made = msgspec.msgpack.decode(msgspec.msgpack.encode(shard.pack(masks, {})), type=Made)
+        taken = kept.take(made)
+        assert [(mask.dtype == np.int32, mask.tobytes()) for mask in taken] == masks
+        assert kept.take(Made(made.numbers, []))[0] is taken[0]
+        sent.append(len(made.new))
+    assert 0 < sum(sent) < 2 * len(sent)
+    assert 0 in sent
+    (failed,) = kept.take(shard.pack([(True, b"")], {0: "it ended"}))
+    assert failed == "it ended"
 
 
 def test_waking_ends_a_wait_and_is_news_until_all_is_taken(compiler):
@@ -204,7 +232,7 @@ def test_a_constraint_that_takes_long_to_compile_gets_more_shards_beside_the_wor
         time.sleep(0.01)
     spread = [grammar.begin(False) for _ in range(3 * NUM_SHARDS)]
     assert {guide.shard for guide in spread} == set(compiler._process.shards)
-    masks = compiler.make_masks(spread, [None] * len(spread))
+    masks = compiler.make_masks(spread)
     assert all(np.array_equal(mask, masks[0]) for mask in masks)
 
 
@@ -225,7 +253,7 @@ def test_who_asks_does_not_wait_for_a_shard_that_writes():
 
     def serve():
         for _ in range(3):
-            frames.write_frame(theirs, msgspec.msgpack.encode(Made([bytes(1_000_000)], [False])))
+            frames.write_frame(theirs, msgspec.msgpack.encode(Made([0], [(0, False, bytes(1_000_000))])))
             read.append(decoder.decode(frames.read_frame(theirs)))
 
     serving = threading.Thread(target=serve)
@@ -235,7 +263,7 @@ def test_who_asks_does_not_wait_for_a_shard_that_writes():
         shard.pump()
         assert time.monotonic() < ends
     assert read == [message] * 3
-    assert [len(made.masks[0]) for made in come] == [1_000_000] * 3
+    assert [made[0].nbytes for made in come] == [1_000_000] * 3
     theirs.close()
     ours.close()
 
@@ -250,7 +278,7 @@ def test_what_is_to_come_fails_once_all_is_closed_and_nothing_starts_again(compi
     process = compiler._process
     places, masks = {}, {}
     for answer in follower.take_all(waits=True):
-        (places if answer.places else masks).update(dict.fromkeys(answer.slots))
+        (masks if answer.places is None else places).update(dict.fromkeys(answer.slots.tolist()))
     assert places or masks
     follower.put(job_of(guides, [token_of(tokenizer, "a")], False))
     failed, _ = answers(follower, 2)

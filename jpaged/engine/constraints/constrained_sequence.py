@@ -18,7 +18,7 @@ class ConstrainedSequence:
 
     forced: tokens that must come next. mask: what may come after them, as of `StepPlan.masks`.
     skips: whether forced tokens may be appended without being sampled.
-    stops, max_len: tokens, and a length, that end it. early_ends: end-of-sequence tokens that the device, which counts
+    stops: tokens that end it. early_ends: end-of-sequence tokens that the device, which counts
         `min_tokens`, may not take for its end.
     unreported: appended tokens that its caller has not been told of.
     failure: why the grammar cannot be followed further.
@@ -29,7 +29,6 @@ class ConstrainedSequence:
     mask: np.ndarray
     skips: bool
     stops: frozenset[int]
-    max_len: int
     early_ends: frozenset[int] = frozenset()
     unreported: list[int] = field(default_factory=list)
     failure: str = ""

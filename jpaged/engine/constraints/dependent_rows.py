@@ -347,7 +347,10 @@ class Dependents:
         """
         awaited = self._awaited.pop(step_id)
         kind_of_row = self._slots.kind[slots[rows]]
-        ordinary, ended = [rows[~np.isin(kind_of_row, list(awaited))]], []
+        is_ordinary, ended = np.ones((len(rows),), np.bool_), []
+        for number in awaited:
+            is_ordinary &= kind_of_row != number
+        ordinary = [rows[is_ordinary]]
         before: dict[int, list[int]] = {}
         num_held = 0
         stopped: list[int] = []

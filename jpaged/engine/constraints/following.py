@@ -31,11 +31,7 @@ class Place(Protocol):
 
     forced: tokens that must follow. needs_mask: a mask is made; what follows the forced tokens must keep to it.
     Otherwise the row may guess.
-    num_refused: of what was guessed, the tokens before the first one that may follow, behind which the guide stands.
-    is_refused: none of them may, and the guide stands before them still. Without a mask the row guesses again, and none
-        of these tokens.
     failure: why it cannot go on, or empty.
-    waits: whether a mask is to be made for it.
     """
 
     @property
@@ -43,13 +39,30 @@ class Place(Protocol):
     @property
     def needs_mask(self) -> bool: ...
     @property
-    def num_refused(self) -> int: ...
-    @property
-    def is_refused(self) -> bool: ...
-    @property
     def failure(self) -> str: ...
+
+
+class Places(Protocol):
+    """Where guides stand, by array: most have neither forced tokens nor a failure.
+
+    needs_mask: bool [guides].
+    num_refused: int [guides]; of what was guessed, the tokens before the first one that may follow, behind which the
+        guide stands.
+    is_refused: bool [guides]; none of them may, and the guide stands before them still. Without a mask the row guesses
+        again, and none of these tokens.
+    forced, failures: as of `Place`, of those that have any, by index.
+    """
+
     @property
-    def waits(self) -> bool: ...
+    def needs_mask(self) -> np.ndarray: ...
+    @property
+    def num_refused(self) -> np.ndarray: ...
+    @property
+    def is_refused(self) -> np.ndarray: ...
+    @property
+    def forced(self) -> dict[int, tuple[int, ...]]: ...
+    @property
+    def failures(self) -> dict[int, str]: ...
 
 
 class Grammars(Protocol):
@@ -68,10 +81,8 @@ class Grammars(Protocol):
         """What follows grammars for an engine."""
         ...
 
-    def make_masks(self, guides: Sequence[Any], before: Sequence[np.ndarray | None]) -> Sequence["np.ndarray | str"]:
+    def make_masks(self, guides: Sequence[Any]) -> Sequence["np.ndarray | str"]:
         """What may follow where guides stand. Waits.
-
-        before: masks as this returns them, or None; the same array is returned where the mask is equal.
 
         Returns: for each guide a mask as `StepPlan.masks` has them, or why it cannot go on.
         """
@@ -89,31 +100,31 @@ class Grammars(Protocol):
 
 
 class Job(NamedTuple):
-    """What these slots sampled.
+    """What these slots, int64 [n], sampled.
 
     tokens: int32 [slots, most]; of each the one that was sampled under its mask, first; or, where it was guessed, some
         in order of preference, of which the first that may follow counts. NO_TOKEN behind the last.
-    last: a bit for each of a slot's tokens that ends its sequence, so that nothing need be known of what follows.
-    before: the last mask of each.
+    guessed: bool [n].
+    last: int64 [n]; a bit for each of a slot's tokens that ends its sequence, so that nothing need be known of what
+        follows.
     """
 
-    slots: list[int]
+    slots: np.ndarray
     guides: list[Any]
     tokens: np.ndarray
-    guessed: list[bool]
-    last: list[int]
-    before: list[np.ndarray | None]
+    guessed: np.ndarray
+    last: np.ndarray
 
 
 class Result(Protocol):
-    """Of some slots where their guides stand, or their masks (or why there is none; the array of before where it is
-    equal).
+    """Of some slots, int64 [n], where their guides stand, or their masks (or why there is none). Equal masks are often
+    one array.
     """
 
     @property
-    def slots(self) -> list[int]: ...
+    def slots(self) -> np.ndarray: ...
     @property
-    def places(self) -> Sequence[Place] | None: ...
+    def places(self) -> Places | None: ...
     @property
     def masks(self) -> Sequence["np.ndarray | str"] | None: ...
 

@@ -34,7 +34,7 @@ import numpy as np
 from jpaged.engine.constraints.batch_gate import BatchGate, are_enough, gain_by_chunks, is_in_halves, most_together
 from jpaged.engine.constraints.constrained_sequence import ANY, ConstrainedSequence
 from jpaged.engine.constraints.dependent_rows import Confirmed, DependentRows, Ended, Taken
-from jpaged.engine.constraints.following import Grammar, Grammars, Job, Place, Result
+from jpaged.engine.constraints.following import Grammar, Grammars, Job, Places
 from jpaged.engine.constraints.held_guesses import HeldGuesses
 from jpaged.engine.constraints.run_ahead import RunAhead
 from jpaged.engine.constraints.sent_masks import SentMasks
@@ -79,7 +79,11 @@ class ConstrainedRows(DependentRows):
         self._masks: list[np.ndarray | None] = [None] * num_slots  # what each slot's next token must keep to
         self._device = SentMasks(num_slots)
         self._is_catching_up = np.zeros((num_slots,), np.bool_)  # forced tokens are being computed
-        self._in_making: set[int] = set()  # slots whose last token the maker has, or whose mask it makes
+        self._in_making = np.zeros((num_slots,), np.bool_)  # the maker has the slot's last token, or makes its mask
+        self._guesses_next = np.zeros((num_slots,), np.bool_)  # the slot's mask is that of a guess
+        # Its sequence has failed, or has forced or unreported tokens, or ends that may be early; or had any of these
+        # when its mask was set.
+        self._needs_care = np.zeros((num_slots,), np.bool_)
         self._come: list[int] = []  # slots whose masks have come, but which are not ready yet
         self._planned = np.zeros((0,), np.int64)
         self._has_failed = False
@@ -131,7 +135,6 @@ class ConstrainedRows(DependentRows):
                     grammar.mask,
                     skips=member.variant < SamplingVariant.FULL,
                     stops=frozenset(member.stop_token_ids),
-                    max_len=member.max_len,
                     early_ends=frozenset(member.eos_token_ids if sampling.min_tokens else ()),
                 )
                 self._sequences[member] = sequence
@@ -156,7 +159,7 @@ class ConstrainedRows(DependentRows):
             sequence.forced.extend(place.forced)
             self._fail(sequence, place.failure)
             if not place.failure:
-                made = self._grammars.make_masks([sequence.guide], [None]) if place.needs_mask else [ANY]
+                made = self._grammars.make_masks([sequence.guide]) if place.needs_mask else [ANY]
                 self._set_made(sequence, made[0])
 
     def _set_made(self, sequence: ConstrainedSequence, made: np.ndarray | str) -> None:
@@ -179,7 +182,7 @@ class ConstrainedRows(DependentRows):
         next: it is sampled again.
         """
         slot, sequence = request.slot, self._by_slot[request.slot]
-        while slot in self._in_making:
+        while self._in_making[slot]:
             self._take_all(waits=True)
         token = self._held.take_back(slot)
         if token is not None and sequence is not None:
@@ -214,7 +217,7 @@ class ConstrainedRows(DependentRows):
         """Takes in what has come from the maker. Returns the guesses that are allowed."""
         self._has_taken = False
         self._take_all()
-        return self._held.collect(self._by_slot)
+        return self._held.collect(self._by_slot, self._needs_care)
 
     def settle(self) -> None:
         """Waits until no guess is to be checked. What was computed ahead is not counted on."""
@@ -230,14 +233,18 @@ class ConstrainedRows(DependentRows):
         self._keeps_back = self._gate.should_wait(num_queued, self._num_here, is_halved, are_enough)
         if self._keeps_back:
             return []
-        come, self._come = self._come, []
-        catching_up, ready = [], []
-        sequences = [sequence for slot in come if (sequence := self._by_slot[slot]) is not None]
-        num_forced, is_ahead = sum(len(sequence.forced) for sequence in sequences), self._ahead.has_computed
-        appends = gain_by_chunks(num_forced, len(sequences), is_ahead)
-        for slot in come:
-            sequence, request = self._by_slot[slot], self._slots.requests[slot]
-            if sequence is None or request is None or sequence.failure:
+        come, self._come = np.array(self._come, np.int64), []
+        by_slot = cast("list[ConstrainedSequence]", self._by_slot)  # each of these has a sequence
+        is_careful = self._needs_care[come]
+        catching_up, ready = [], come[~is_careful].tolist()
+        for slot in ready:
+            self._masks[slot] = by_slot[slot].mask
+        careful = come[is_careful].tolist()
+        num_forced = sum(len(by_slot[slot].forced) for slot in careful)
+        appends = gain_by_chunks(num_forced, len(come), self._ahead.has_computed)
+        for slot in careful:
+            sequence, request = by_slot[slot], self._slots.requests[slot]
+            if request is None or sequence.failure:
                 continue
             if appends and sequence.forced and self._append_forced(slot, sequence, request):
                 catching_up.append(request)
@@ -260,7 +267,7 @@ class ConstrainedRows(DependentRows):
 
     def _are_enough(self) -> bool:
         """Whether a step of the rows that could run now is worth its while, or no others are to come."""
-        return not self._in_making or are_enough(self._num_here, self._num_all, self.run_ahead)
+        return not self.awaits or are_enough(self._num_here, self._num_all, self.run_ahead)
 
     def rows(self) -> np.ndarray:
         """The slots whose masks are there. Of those that the device has computed ahead, if there are any, only these;
@@ -292,12 +299,12 @@ class ConstrainedRows(DependentRows):
         are_computed = bool(len(rows)) and len(rows) == len(ahead.computed(rows))
         plan.has_run_ahead = are_computed and not plan.chunks and self.run_ahead
         computed, token_ids = self._slots.num_computed, self._slots.token_ids
-        told = [c for c in own if c.samples or c.slot in device.replaced or is_further[c.slot]]
+        told = [c for c in own if c.samples or device.replaced[c.slot] or is_further[c.slot]]
         of_chunks = np.array([chunk.slot for chunk in told], np.int64)
         again = _NO_SLOTS
         if self._runs_ahead:
             sampling = np.array([chunk.slot for chunk in own if chunk.samples], np.int64)
-            waiting, late = np.flatnonzero(self._is_ready), np.array(sorted(self._in_making), np.int64)
+            waiting, late = np.flatnonzero(self._is_ready), np.flatnonzero(self._in_making)
             again = ahead.plan(plan, np.concatenate([rows, sampling]), waiting, late)
         # Each slot's last token that is not computed, by place; and whether the device has computed it, in vain.
         slots = np.concatenate([rows, of_chunks, again])
@@ -306,13 +313,13 @@ class ConstrainedRows(DependentRows):
         further = is_further[slots].astype(np.int64)
         if plan.has_run_ahead:
             further[: len(rows)] = 0
-        in_making, masks = self._in_making, self._masks
-        for slot, last, num_further in zip(slots.tolist(), lasts.tolist(), further.tolist(), strict=True):
-            mask = ANY if slot in in_making else masks[slot]  # sampled under once its own is there
-            device.send(plan, slot, mask, last, num_further)
+        in_making, known = self._in_making[slots], cast("list[np.ndarray]", self._masks)
+        # A row is sampled under its own mask once that is there.
+        masks = [ANY if later else known[slot] for slot, later in zip(slots.tolist(), in_making.tolist(), strict=True)]
+        device.send(plan, slots, masks, in_making | self._guesses_next[slots], lasts, further)
         if unsampled := {chunk.slot for chunk in own if not chunk.samples}:  # which are told again with the next chunk
-            given = zip(plan.mask_slots, plan.mask_tokens, strict=True)
-            device.replaced |= unsampled.intersection(slot for slot, token in given if token != NO_TOKEN)
+            renewed = plan.mask_slots[plan.mask_tokens != NO_TOKEN].tolist()
+            device.replaced[[slot for slot in renewed if slot in unsampled]] = True
         is_further[slots] = False
         is_further[plan.run_ahead] = True
 
@@ -323,48 +330,45 @@ class ConstrainedRows(DependentRows):
     def take(self, step_id: int, slots: np.ndarray, rows: np.ndarray, result: StepResult) -> Taken:
         """Hands the tokens of sequences that go on to the maker, and those that were guessed, which are held back."""
         before: dict[int, list[int]] = {}
-        own, codes = slots[rows].tolist(), result.finish_codes[rows].tolist()
-        if np.count_nonzero(result.finish_codes):
-            self._ahead.left(slots[rows[result.finish_codes[rows] != _RUNNING]])
+        own, codes = slots[rows], result.finish_codes[rows]
+        is_running = codes == _RUNNING
+        if not is_running.all():
+            self._ahead.left(own[~is_running])
         by_slot = cast("list[ConstrainedSequence]", self._by_slot)  # each of these has a sequence
-        guessed = [i for i, slot in enumerate(own) if self._device.is_open[slot]]
-        asked, stopped = [], []
-        for i, (slot, code) in enumerate(zip(own, codes, strict=True)):
-            if self._device.is_open[slot]:
-                continue
-            sequence = by_slot[slot]
+        is_guessed = self._device.is_open[own]
+        is_asked, stopped = is_running | is_guessed, []
+        for i in np.flatnonzero(self._needs_care[own] & ~is_guessed).tolist():
+            slot, sequence = int(own[i]), by_slot[own[i]]
             if sequence.unreported:
                 before[slot], sequence.unreported = sequence.unreported, []
             # Before `min_tokens` an end is sampled only where the grammar allows nothing else.
             if sequence.early_ends and int(result.token_ids[rows[i], 0]) in sequence.early_ends:
-                if code != FinishCode.STOP:
+                if codes[i] != FinishCode.STOP:
                     stopped.append(int(rows[i]))
-                continue
-            if code != _RUNNING:
-                continue
-            if sequence.forced:
+                is_asked[i] = False
+            elif is_running[i] and sequence.forced:
                 sequence.forced.popleft()
                 self._come.append(slot)
-            else:
-                asked.append(i)
+                is_asked[i] = False
+        asked = np.flatnonzero(is_asked)
+        if len(asked):
+            self._ask(own[asked], rows[asked], codes[asked], is_guessed[asked], result)
+        return Taken(rows[~is_guessed], [], before, int(np.count_nonzero(is_guessed)), stopped)
+
+    def _ask(
+        self, slots: np.ndarray, rows: np.ndarray, codes: np.ndarray, is_guessed: np.ndarray, result: StepResult
+    ) -> None:
+        """Hands over what these slots have sampled, in these rows, each with its finish code. Guesses are held back."""
+        sequences = cast("list[ConstrainedSequence]", [self._by_slot[slot] for slot in slots.tolist()])
         tokens = (result.token_ids if result.ranked is None else result.ranked)[rows]
-        last = self._held.hold(
-            [own[i] for i in guessed], [by_slot[own[i]] for i in guessed], tokens[guessed], [codes[i] for i in guessed]
-        )
-        told = np.ones((len(rows),), np.bool_)
-        told[guessed] = False
-        if guessed or asked:
-            if result.ranked is not None:  # rows that truncate rank nothing
-                tokens[:, 0] = result.token_ids[rows, 0]
-            masks = [None] * len(guessed) + [by_slot[own[i]].mask for i in asked]
-            are_guessed = [True] * len(guessed) + [False] * len(asked)
-            asked = guessed + asked
-            asked_slots = [own[i] for i in asked]
-            self._in_making.update(asked_slots)
-            guides = [by_slot[slot].guide for slot in asked_slots]
-            last += [0] * (len(asked) - len(guessed))
-            self._maker.put(Job(asked_slots, guides, tokens[asked], are_guessed, last, masks))
-        return Taken(rows[told], [], before, len(guessed), stopped)
+        last = np.zeros((len(slots),), np.int64)
+        if is_guessed.any():
+            guessing = [sequences[i] for i in np.flatnonzero(is_guessed).tolist()]
+            last[is_guessed] = self._held.hold(slots[is_guessed], guessing, tokens[is_guessed], codes[is_guessed])
+        if result.ranked is not None:  # rows that truncate rank nothing
+            tokens[:, 0] = result.token_ids[rows, 0]
+        self._in_making[slots] = True
+        self._maker.put(Job(slots, [one.guide for one in sequences], tokens.astype(np.int32), is_guessed, last))
 
     def failed(self) -> list[tuple[Ended, list[int]]]:
         """Sequences whose grammars could not be followed further, since the last call."""
@@ -388,13 +392,13 @@ class ConstrainedRows(DependentRows):
     @property
     def awaits(self) -> bool:
         """Whether masks are in the making, or guesses are checked."""
-        return bool(self._in_making)
+        return bool(self._in_making.any())
 
     def wait(self) -> bool:
         """Waits a moment for masks and grammars in the making: to plan takes longer than what most of them do."""
         if (self._come and not self._keeps_back) or self._has_failed or self._held.has_allowed:
             return True
-        if not self._in_making and not self._compiling:
+        if not self.awaits and not self._compiling:
             return False
         ends = time.perf_counter() + _WAIT_S
         while (left := ends - time.perf_counter()) > 0:
@@ -413,35 +417,39 @@ class ConstrainedRows(DependentRows):
 
     def _take_all(self, waits: bool = False) -> None:
         for result in self._maker.take_all(waits):
-            self._take_made(result)
+            if result.places is not None:
+                self._take_places(result.slots, result.places)
+            if result.masks is not None:
+                self._take_masks(result.slots, result.masks)
 
-    def _take_made(self, made: Result) -> None:
-        if made.places is not None:
-            for slot, place in zip(made.slots, made.places, strict=True):
-                self._take_place(slot, place)
-        if made.masks is not None:
-            for slot, mask in zip(made.slots, made.masks, strict=True):
-                self._in_making.discard(slot)
-                sequence = self._by_slot[slot]
-                if sequence is not None:
-                    self._set_made(sequence, mask)
-                    self._come.append(slot)
-
-    def _take_place(self, slot: int, place: Place) -> None:
-        """Takes in where a slot's guide stands. Its mask may be in the making yet."""
-        sequence = self._by_slot[slot]
-        assert sequence is not None  # who leaves a slot waits for what is in the making
-        refused = self._held.answered(slot, sequence, place)
-        if place.failure:
-            self._in_making.discard(slot)
-            self._fail(sequence, place.failure)
-            return
-        if refused is None:
-            sequence.forced.extend(place.forced)
-        if not place.needs_mask:
-            sequence.mask = ANY if refused is None else np.append(sequence.mask, np.array(refused, np.int32))
-            self._in_making.discard(slot)
+    def _take_masks(self, slots: np.ndarray, masks: Sequence["np.ndarray | str"]) -> None:
+        """Takes in the masks of these slots, or why there is none."""
+        self._in_making[slots] = self._guesses_next[slots] = False
+        for slot, mask in zip(slots.tolist(), masks, strict=True):
+            sequence = self._by_slot[slot]
+            assert sequence is not None  # who leaves a slot waits for what is in the making
+            self._set_made(sequence, mask)
+            self._needs_care[slot] |= bool(sequence.failure)
             self._come.append(slot)
+
+    def _take_places(self, slots: np.ndarray, places: Places) -> None:
+        """Takes in where these slots' guides stand. Masks of some may be in the making yet."""
+        self._held.answered(slots, places)
+        by_slot = cast("list[ConstrainedSequence]", self._by_slot)  # as above
+        for i, failure in places.failures.items():
+            self._in_making[slots[i]] = False
+            self._fail(by_slot[slots[i]], failure)
+        for i, forced in places.forced.items():
+            if i not in places.failures:
+                by_slot[slots[i]].forced.extend(forced)
+                self._needs_care[slots[i]] = True
+        is_there = ~places.needs_mask
+        come = slots[is_there]
+        for slot, is_refused in zip(come.tolist(), places.is_refused[is_there].tolist(), strict=True):
+            sequence = by_slot[slot]
+            sequence.mask = np.append(sequence.mask, self._held.refused_tokens(slot)) if is_refused else ANY
+        self._in_making[come], self._guesses_next[come] = False, True
+        self._come += come.tolist()
 
     def _append_forced(self, slot: int, sequence: ConstrainedSequence, request: Request) -> bool:
         """Appends what is forced and fits the slot's last block. The sequence's last token is always sampled, so that
@@ -469,3 +477,5 @@ class ConstrainedRows(DependentRows):
         if sequence.forced:
             mask = np.array([sequence.forced[0]], np.int32)
         self._masks[slot] = mask
+        self._guesses_next[slot] = mask.dtype == np.int32 and len(mask) > 0 and mask[0] == NO_TOKEN
+        self._needs_care[slot] = bool(sequence.forced or sequence.unreported or sequence.early_ends)

@@ -18,35 +18,18 @@ worth it.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from jpaged.engine.constraints.constrained_sequence import ConstrainedSequence
 from jpaged.engine.constraints.dependent_rows import Confirmed
-from jpaged.engine.constraints.following import Place
+from jpaged.engine.constraints.following import Places
 from jpaged.engine.constraints.run_ahead import RunAhead
 from jpaged.engine.constraints.sent_masks import SentMasks
-from jpaged.engine.interface import NO_TOKEN, FinishCode
+from jpaged.engine.interface import NO_TOKEN, NUM_RANKED, FinishCode
 from jpaged.engine.sequences.slots import Slots
 
-
-class HeldGuess(NamedTuple):
-    """What was guessed, until it is known which of it is allowed. tokens: best first. code: the `FinishCode` of the
-    first. is_full: whether each of them ends the sequence by its length.
-    """
-
-    tokens: list[int]
-    code: int
-    is_full: bool
-
-
-class AllowedGuess(NamedTuple):
-    """A guess that is allowed. ends_here: it ends the sequence, which the device does not know."""
-
-    token: int
-    code: int
-    ends_here: bool
+_RUNNING, _STOP, _LENGTH = int(FinishCode.RUNNING), int(FinishCode.STOP), int(FinishCode.LENGTH)
 
 
 class HeldGuesses:
@@ -56,87 +39,106 @@ class HeldGuesses:
     """
 
     def __init__(self, slots: Slots, device: SentMasks, ahead: RunAhead) -> None:
+        n = len(slots.requests)
         self._slots, self._device, self._ahead = slots, device, ahead
-        self._checked: dict[int, HeldGuess] = {}
-        self._allowed: dict[int, AllowedGuess] = {}
+        self._is_checked, self._is_allowed = np.zeros((n,), np.bool_), np.zeros((n,), np.bool_)
+        self._tokens = np.full((n, NUM_RANKED), NO_TOKEN, np.int32)  # best first
+        self._codes = np.zeros((n,), np.uint8)  # that came with the first of them; then with the allowed one
+        self._is_full = np.zeros((n,), np.bool_)  # each of them ends the sequence by its length
+        self._stops = np.zeros((n,), np.int64)  # a bit for each of them that is a stop token
+        self._allowed = np.zeros((n,), np.int32)
+        self._ends_here = np.zeros((n,), np.bool_)  # the allowed one ends the sequence, which the device does not know
+        self._order: list[np.ndarray] = []  # slots of allowed guesses, as they came
 
     def __len__(self) -> int:
-        return len(self._checked)
+        return int(np.count_nonzero(self._is_checked))
 
     @property
     def has_allowed(self) -> bool:
         """Whether `collect` would find something."""
-        return bool(self._allowed)
+        return bool(self._order)
 
     def hold(
-        self, slots: Sequence[int], sequences: Sequence[ConstrainedSequence], tokens: np.ndarray, codes: Sequence[int]
-    ) -> list[int]:
+        self, slots: np.ndarray, sequences: Sequence[ConstrainedSequence], tokens: np.ndarray, codes: np.ndarray
+    ) -> np.ndarray:
         """Holds back what these slots have guessed. Returns `Job.last` of each.
 
         tokens: int32 [slots, guesses], the likeliest first. codes: of the first ones.
         """
-        lengths = (self._slots.num_known[slots] + 1).tolist() if slots else []
-        last = []
-        for slot, sequence, of_row, code, length in zip(slots, sequences, tokens.tolist(), codes, lengths, strict=True):
-            is_full = length >= sequence.max_len
-            self._checked[slot] = HeldGuess(of_row, code, is_full)
-            last.append(-1 if is_full else _places_of(sequence.stops, of_row))
-        return last
+        is_full = self._slots.num_known[slots] >= self._slots.end[slots]
+        stops = [_places_of(one.stops, of_row) for one, of_row in zip(sequences, tokens.tolist(), strict=True)]
+        self._is_checked[slots] = True
+        self._tokens[slots] = NO_TOKEN
+        self._tokens[slots, : tokens.shape[1]] = tokens
+        self._codes[slots], self._is_full[slots], self._stops[slots] = codes, is_full, stops
+        return np.where(is_full, -1, self._stops[slots])
 
-    def answered(self, slot: int, sequence: ConstrainedSequence, place: Place) -> list[int] | None:
-        """Takes in what the grammar says of a slot's guess, if it has one. Returns the tokens that it refuses: all that
-        were guessed; None if it allows one.
-        """
-        held = self._checked.pop(slot, None)
-        if held is None:
-            return None
-        if place.failure:
+    def answered(self, slots: np.ndarray, places: Places) -> None:
+        """Takes in what the grammars say of the guesses of some of these slots."""
+        is_held = self._is_checked[slots]
+        if not is_held.any():
+            return
+        self._is_checked[slots] = False
+        is_lost = is_held & places.is_refused
+        refused = slots[is_lost]
+        self._device.refused[refused] = True
+        for i in places.failures:
+            is_lost[i] = is_held[i]
+        for slot in slots[is_lost].tolist():
             self._slots.take_back(slot)
-            return None
-        if place.is_refused:
-            self._slots.take_back(slot)
-            self._device.refused.add(slot)
-            self._ahead.changed(slot)
-            return [token for token in held.tokens if token != NO_TOKEN]
-        self._allowed[slot] = self._allow(slot, sequence, held, place.num_refused)
-        return None
+        self._ahead.changed(refused)
+        is_allowed = is_held & ~is_lost
+        if is_allowed.any():
+            self._allow(slots[is_allowed], places.num_refused[is_allowed])
 
-    def _allow(self, slot: int, sequence: ConstrainedSequence, held: HeldGuess, num_refused: int) -> AllowedGuess:
-        """The token that counts. What the device knows of the slot's end is of the first one."""
-        token = held.tokens[num_refused]
-        if not num_refused:
-            return AllowedGuess(token, held.code, False)
-        if token in sequence.stops:
-            return AllowedGuess(token, FinishCode.STOP, held.code == FinishCode.RUNNING)
-        if held.is_full:
-            return AllowedGuess(token, FinishCode.LENGTH, False)
-        self._device.replaced.add(slot)
-        self._ahead.changed(slot)
-        return AllowedGuess(token, FinishCode.RUNNING, False)
+    def _allow(self, slots: np.ndarray, num_refused: np.ndarray) -> None:
+        """The tokens that count. What the device knows of a slot's end is of the first one."""
+        self._allowed[slots] = self._tokens[slots, num_refused]
+        self._is_allowed[slots], self._ends_here[slots] = True, False
+        self._order.append(slots)
+        is_later = num_refused > 0
+        if not is_later.any():
+            return
+        slots, num_refused = slots[is_later], num_refused[is_later]
+        is_stop = self._stops[slots] >> num_refused & 1 != 0
+        self._ends_here[slots] = is_stop & (self._codes[slots] == _RUNNING)
+        ends = np.where(self._is_full[slots], _LENGTH, _RUNNING)
+        self._codes[slots] = codes = np.where(is_stop, _STOP, ends)
+        replaced = slots[codes == _RUNNING]
+        self._device.replaced[replaced] = True
+        self._ahead.changed(replaced)
+
+    def refused_tokens(self, slot: int) -> np.ndarray:
+        """The tokens that the slot guessed last, all of which were refused: int32 [n]."""
+        tokens = self._tokens[slot]
+        return tokens[tokens != NO_TOKEN]
 
     def take_back(self, slot: int) -> int | None:
         """The token of a guess that is allowed but not stored. The slot loses it."""
-        allowed = self._allowed.pop(slot, None)
-        if allowed is None:
+        if not self._is_allowed[slot]:
             return None
+        self._is_allowed[slot] = False
+        self._order = [left for slots in self._order if len(left := slots[slots != slot])]
         self._slots.take_back(slot)
-        return allowed.token
+        return int(self._allowed[slot])
 
-    def collect(self, by_slot: Sequence[ConstrainedSequence | None]) -> Confirmed | None:
-        """The guesses that are allowed, to be stored now, with what their sequences have not reported; or None."""
-        if not self._allowed:
+    def collect(self, by_slot: Sequence[ConstrainedSequence | None], needs_care: np.ndarray) -> Confirmed | None:
+        """The guesses that are allowed, to be stored now, with what their sequences have not reported; or None.
+
+        needs_care: bool [slots]; of whose sequences some may be unreported.
+        """
+        if not self._order:
             return None
-        allowed, self._allowed = self._allowed, {}
+        slots = np.concatenate(self._order)
+        self._order = []
+        self._is_allowed[slots] = False
         before: dict[int, list[int]] = {}
-        for slot in allowed:
+        for slot in slots[needs_care[slots]].tolist():
             sequence = by_slot[slot]
             if sequence is not None and sequence.unreported:
                 before[slot], sequence.unreported = sequence.unreported, []
-        tokens, codes, ends_here = zip(*allowed.values(), strict=True)
-        ended = [slot for slot, ends in zip(allowed, ends_here, strict=True) if ends] if any(ends_here) else []
-        return Confirmed(
-            np.array(list(allowed), np.int64), np.array(tokens, np.int32), np.array(codes, np.uint8), before, ended
-        )
+        ended: list[int] = slots[self._ends_here[slots]].tolist()
+        return Confirmed(slots, self._allowed[slots], self._codes[slots], before, ended)
 
 
 def _places_of(stops: frozenset[int], tokens: list[int]) -> int:

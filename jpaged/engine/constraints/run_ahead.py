@@ -60,9 +60,9 @@ class RunAhead:
         """What the last plan had computed ahead is computed again."""
         self._by_last_plan[:] = False
 
-    def changed(self, slot: int) -> None:
-        """The slot's last token is another one than the device has drawn."""
-        self._by_last_plan[slot] = False
+    def changed(self, slots: np.ndarray) -> None:
+        """The last token of these slots is another one than the device has drawn."""
+        self._by_last_plan[slots] = False
 
     def left(self, slots: np.ndarray | int) -> None:
         """The device has ended these slots, or they start anew."""

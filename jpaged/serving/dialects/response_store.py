@@ -49,7 +49,11 @@ class Holding:
         self._store = store
 
     def grow_to(self, num_bytes: int) -> None:
-        """It holds so much, apart from its events. Raises OverloadedError if there is no room; then it holds none."""
+        """It holds so much, apart from its events. Then it holds none, if this raises.
+
+        Raises:
+            OverloadedError: others leave no room. ApiError: it would not fit without them either.
+        """
         self._store.make_room(self, num_bytes)
 
     def release(self) -> None:
@@ -71,7 +75,8 @@ class ResponseStore:
         self._num_running = 0
 
     def hold(self, num_bytes: int, record: EventRecord | None) -> Holding:
-        """Room for a response that begins to run. Raises OverloadedError if those that run leave none."""
+        """Room for a response that begins to run. Raises as `Holding.grow_to`."""
+        self._check_alone(num_bytes)
         if self._num_running + num_bytes > self._max_bytes:
             raise self._full()
         holding = Holding(self, record)
@@ -81,6 +86,11 @@ class ResponseStore:
 
     def make_room(self, holding: Holding, num_bytes: int) -> None:
         """See `Holding.grow_to`."""
+        try:
+            self._check_alone(num_bytes)
+        except ApiError:
+            self.release(holding)
+            raise
         self._count(holding, num_bytes)
         self._drop_oldest()
         while (excess := self._num_running - self._max_bytes) > 0:
@@ -102,6 +112,15 @@ class ResponseStore:
         num_event_bytes = 0 if holding.record is None else holding.record.num_bytes
         self._num_running += num_bytes + num_event_bytes - holding.num_bytes - holding.num_event_bytes
         holding.num_bytes, holding.num_event_bytes = num_bytes, num_event_bytes
+
+    def _check_alone(self, num_bytes: int) -> None:
+        if num_bytes > self._max_bytes:
+            raise ApiError(
+                413,
+                f"The response and its conversation take {num_bytes} bytes, and responses that run in the background"
+                f" may take {self._max_bytes} (--max-response-bytes). Send less, or ask without background.",
+                code="response_too_large",
+            )
 
     def _full(self) -> OverloadedError:
         return OverloadedError(
