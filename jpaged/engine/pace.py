@@ -72,6 +72,7 @@ class Pace:
         self._steps: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED_STEPS)  # rows, seconds
         self._tellings: deque[float] = deque([0.0], maxlen=_REMEMBERED_TURNS)
         self._dispatches: deque[float] = deque([0.0], maxlen=_REMEMBERED_TURNS)
+        self._telling_s = self._dispatching_s = 0.0  # their means, which are asked for several times a turn
         self._slack_s = 4 * LEAST_SLACK_S
         self._read_at = self._begun_at = clock()
         self._telling = False
@@ -87,6 +88,7 @@ class Pace:
         now = self._clock()
         self._tellings.append(self._told_s)
         self._dispatches.append(now - self._begun_at)
+        self._telling_s, self._dispatching_s = fmean(self._tellings), fmean(self._dispatches)
         self._told_s = 0.0
         if was_late:
             self._slack_s = max(self._slack_s, min(2 * self._slack(self._expected_s(plan)), MOST_SLACK_S))
@@ -107,8 +109,10 @@ class Pace:
 
     def has_enough(self) -> bool:
         """Whether what is in flight behind the oldest step lasts for a turn of the host."""
+        if len(self._in_flight) < 2:
+            return False
         behind = [self._expected_s(step.plan) for step in list(self._in_flight)[1:]]
-        return bool(behind) and sum(behind) > fmean(self._tellings) + self._lead_s(behind[-1])
+        return sum(behind) > self._telling_s + self._lead_s(behind[-1])
 
     def spare_s(self) -> float:
         """Seconds from now for which one step in flight is enough; zero or less if it is time for another step."""
@@ -127,7 +131,7 @@ class Pace:
 
     def _lead_s(self, expected_s: float) -> float:
         """How long before the device runs out of work planning should begin."""
-        return fmean(self._dispatches) + self._slack(expected_s)
+        return self._dispatching_s + self._slack(expected_s)
 
     def _slack(self, expected_s: float) -> float:
         return max(self._slack_s, SLACK_SHARE * expected_s)

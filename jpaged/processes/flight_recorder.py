@@ -31,8 +31,8 @@ log = logging.getLogger("jpaged.engine")
 NUM_RECORDS = 1000
 MOST_FILES = 10
 _HEADER = struct.Struct("<qddI")
-_STEP_ID, _TIME, _READ_AT = struct.Struct("<q"), struct.Struct("<d"), 16
-"""Of the header alone: a step's number, and a time, such as when its results were read, which is at byte 16."""
+_TIME, _READ_AT = struct.Struct("<d"), 16
+"""Of the header alone: a time, such as when a step's results were read, which is at byte 16."""
 _SIZES = struct.Struct("<qq")
 """Bytes of a record, and how many there are: at the end of the page of the pulse."""
 _SIZES_AT = PULSE_BYTES - _SIZES.size
@@ -75,7 +75,7 @@ class FlightRecorder:
         self._record_bytes = -(-most // 64) * 64
         os.ftruncate(pulse.fd, PULSE_BYTES + NUM_RECORDS * self._record_bytes)
         self._memory = mmap.mmap(pulse.fd, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        self._body = bytearray()
+        self._record = bytearray()
         _SIZES.pack_into(self._memory, _SIZES_AT, self._record_bytes, NUM_RECORDS)
 
     def planned(self, plan: StepPlan) -> None:
@@ -83,7 +83,7 @@ class FlightRecorder:
         content = _Content(  # by position: with names it takes longer, in every step
             int(plan.variant),
             self._slots.num_computed.take(plan.decode_slots).tobytes(),
-            [(c.slot, c.start, len(c.token_ids), c.samples) for c in plan.chunks[:_MOST_CHUNKS]],
+            [(c.slot, c.start, len(c.token_ids), c.samples) for c in plan.chunks[:_MOST_CHUNKS]] if plan.chunks else [],
             len(plan.chunks),
             len(plan.starts),
             len(plan.ends),
@@ -93,16 +93,16 @@ class FlightRecorder:
             plan.shared_len,
             self._slots.num_used,
         )
-        at = self._place(plan.step_id)
-        _encoder.encode_into(content, self._body)
-        _HEADER.pack_into(self._memory, at, plan.step_id, time.monotonic(), 0.0, len(self._body))
-        self._memory[at + _HEADER.size : at + _HEADER.size + len(self._body)] = self._body
+        at, record = self._place(plan.step_id), self._record
+        _encoder.encode_into(content, record, _HEADER.size)
+        _HEADER.pack_into(record, 0, plan.step_id, time.monotonic(), 0.0, len(record) - _HEADER.size)
+        self._memory[at : at + len(record)] = record
 
     def read(self, plan: StepPlan) -> None:
-        """A step's results have come."""
-        at = self._place(plan.step_id)
-        if _STEP_ID.unpack_from(self._memory, at)[0] == plan.step_id:
-            _TIME.pack_into(self._memory, at + _READ_AT, time.monotonic())
+        """A step's results have come. Where its dispatch was not recorded, neither is this: a record without a time of
+        dispatch is none.
+        """
+        _TIME.pack_into(self._memory, self._place(plan.step_id) + _READ_AT, time.monotonic())
         self._pulse.count_step()
 
     def _place(self, step_id: int) -> int:

@@ -7,6 +7,7 @@ so is one of a slot that the device had ended before, which comes back as NO_TOK
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +35,22 @@ class RequestUpdate(NamedTuple):
 
     request: Request
     new_token_ids: list[int]
+
+
+_update = partial(tuple.__new__, RequestUpdate)
+"""Makes one of a pair in half the time that the class takes."""
+
+
+def _tell(requests: Sequence[Request | None], brought: list[list[int]], now: float) -> list[RequestUpdate]:
+    """The updates of sequences that report each token and go on: what most rows of most steps come to."""
+    told = []
+    for pair in zip(requests, brought, strict=True):
+        request, token_ids = pair
+        if request is not None:
+            request.stats.last_token_time = now
+            request.output_token_ids += token_ids
+            told.append(_update(pair))
+    return told
 
 
 class Results(SchedulerPart):
@@ -219,7 +236,7 @@ class Results(SchedulerPart):
         updates: list[RequestUpdate] = []
         running = int(FinishCode.RUNNING)
         is_heard = slots.reports[live]
-        if np.count_nonzero(codes):
+        if some_end := bool(np.count_nonzero(codes)):
             is_heard |= codes[rows] != running
         if counts is not None:
             is_heard &= counts > 0
@@ -230,6 +247,8 @@ class Results(SchedulerPart):
         if counts is not None:
             brought = [of_row[:count] for of_row, count in zip(brought, counts[is_heard].tolist(), strict=True)]
         requests = slots.requests
+        if not some_end and not before:
+            return _tell([requests[slot] for slot in live[is_heard].tolist()], brought, now)
         for slot, token_ids, code in zip(live[is_heard].tolist(), brought, codes[heard].tolist(), strict=True):
             request = requests[slot]
             if request is None:

@@ -53,4 +53,7 @@ class PackedLayout:
 
     def unpack(self, buffer: ArrayT) -> dict[str, ArrayT]:
         """Views (numpy) or slices (jax) of `buffer`, by name."""
-        return {name: buffer[place].reshape(shape) for name, (place, shape) in self._places.items()}
+        return {
+            name: buffer[place] if len(shape) == 1 else buffer[place].reshape(shape)
+            for name, (place, shape) in self._places.items()
+        }
