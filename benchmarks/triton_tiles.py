@@ -7,8 +7,7 @@
 Each configuration of attention is measured on the first case; the best of them on the others. One JSON line a figure.
 
 `launches` measures draws by Triton's kernels beside Hopper's and, with --other, beside Triton's of another checkout:
-microseconds of a whole draw, then, from a profile, of each kernel in it. What a draw takes beyond its kernels are the
-gaps between them.
+microseconds of a whole draw, then, from a profile, of each kernel in it. The rest of a draw is gaps between kernels.
 """
 
 import argparse
@@ -53,7 +52,7 @@ DRAWS = {
     "top_k 20, top_p 0.95": (20, 0.95),
     "top_p 0.1": (0, 0.1),
 }
-"""top_k and top_p."""
+"""top_k (0: all) and top_p of each."""
 
 DRAWN_FROM = {"flat": 2.0, "peaked": 6.0}
 """Deviations of normal logits. At 6 a few tokens have most of the mass, as in a model's."""
@@ -77,8 +76,8 @@ def decode_configs(head_dim: int) -> list[Config]:
 
 
 def ragged_configs(head_dim: int) -> list[Config]:
-    """Candidates. Of head_dim 128 two CTAs fit a multiprocessor of a Hopper GPU where they have 128 registers a
-    thread; those of the others have fewer keys a step, or more rows."""
+    """Candidates. Of head_dim 128 two CTAs of 128 rows fit a multiprocessor of a Hopper GPU if they have four warps, or
+    eight of 128 registers a thread."""
     if head_dim == 128:
         shapes: list[tuple[int, ...]] = [(128, 64, 8, 3, 128), (128, 64, 8, 2, 128), (128, 32, 8, 5, 128)]
         shapes += [(64, 32, 4, 4, 128), (64, 64, 4, 3), (128, 128, 8, 3), (256, 64, 16, 3, 128)]
@@ -192,8 +191,8 @@ def draw_program(draw: Callable[[Draws], jax.Array], calls: int) -> Callable[...
 
 
 def launch_figures(rows_of_cases: Sequence[int], other: Path | None, vocab_size: int, calls: int, path: Path) -> None:
-    """Writes microseconds of draws and of each kernel in them: of whole draws first, so that they are there if time is
-    over. rows_that_differ: from Hopper's, of all draws of a program."""
+    """Writes microseconds of draws and of each kernel in them to a file. Whole draws come first, so that a run that is
+    cut short has them. rows_that_differ: rows whose tokens are not all Hopper's."""
     draws: dict[str, Callable[[Draws], jax.Array]] = {"triton": sampling.sample_tokens}
     if other is not None:
         draws["other"] = kernels_of(other).sample_tokens
