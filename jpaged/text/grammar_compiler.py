@@ -21,8 +21,8 @@ import numpy as np
 from jpaged.api.errors import InvalidParameterError, JPagedError
 from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.text.grammar_follower import Follower
-from jpaged.text.grammar_guides import CompiledGrammar, Guide, changes_of, follow_message
-from jpaged.text.grammar_process import Followed, MakeMasks, Place, Resume, Start
+from jpaged.text.grammar_guides import CompiledGrammar, Guide, changes_of
+from jpaged.text.grammar_process import Follow, Followed, MakeMasks, Place, Resume, Start
 from jpaged.text.grammar_shards import ENDED, Answer, Masks, Processes, Shard
 from jpaged.text.grammars import LARGE_VOCABULARY, GrammarTokenizer
 
@@ -127,7 +127,9 @@ class GrammarCompiler:
                         waiting.popleft().made = made
                 return message is None or not waiting
 
-            message = follow_message(own, tokens[some], [guessed[i] for i in some], [last[i] for i in some])
+            numbers = [guide.number for guide in own]
+            of_own = [guessed[i] for i in some], [last[i] for i in some]
+            message = Follow.of(changes_of(shard, own), numbers, tokens[some], *of_own)
             _ask(shard, message, answer)
         every = zip(guides, tokens.tolist(), places, guessed, last, strict=True)
         return [self._followed(*one) for one in every]

@@ -100,9 +100,10 @@ class Follower:
         routes, numbers = addresses >> 32, (addresses & 0xFFFFFFFF).astype(np.int32)
         bounds = [0, *(np.flatnonzero(routes[1:] != routes[:-1]) + 1).tolist(), len(order)]
         for begin, end in pairwise(bounds):
-            of_shard = Part(*(column[begin:end] for column in part))
+            own = slice(begin, end)
+            of_shard = Part(part.slots[own], part.guides[own], part.tokens[own], part.guessed[own], part.last[own])
             if self._compiler.knows(of_shard.guides[0]):
-                self._ask(of_shard, numbers[begin:end], bool(new))
+                self._ask(of_shard, numbers[own], bool(new))
             else:
                 self._revive(of_shard)
 
@@ -198,8 +199,7 @@ class Follower:
         if processes not in known:
             self._processes = [weakref.ref(one) for one in (*known, processes)]
         changes = changes_of(shard, part.guides if has_new else ())
-        columns = (column.tobytes() for column in (numbers, part.tokens, part.guessed, part.last))
-        shard.ask(Follow(changes, *columns), answer)
+        shard.ask(Follow.of(changes, numbers, part.tokens, part.guessed, part.last), answer)
 
     def _revive(self, part: Part) -> None:
         """Has sequences taken up in other processes; fails them if this is closed, as nothing follows them any more."""
@@ -223,6 +223,7 @@ def _wake(wakes: socket.socket) -> None:
 
 def _note(part: Part, places: Places) -> None:
     """As `Guide.note`, of all guides of a part."""
+    went_on: Sequence[int]
     chosen = part.tokens[np.arange(len(part.guides)), places.num_refused].tolist()
     if places.failures or places.is_refused.any():
         passed_over = places.is_refused.copy()

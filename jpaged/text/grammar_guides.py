@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jpaged.api.structured_outputs import StructuredOutputsParams
-from jpaged.text.grammar_process import Changes, Compiled, Follow, Place
+from jpaged.text.grammar_process import Changes, Compiled, Place
 from jpaged.text.grammar_shards import Processes, Shard, take_all
 
 _QUICK_S = 0.02
@@ -117,9 +117,7 @@ class Guide:
 
 
 def changes_of(shard: Shard, guides: Sequence[Guide]) -> Changes:
-    """What a shard is to be told before it is asked of some guides. guides: those of them, at least, that it may not
-    know yet.
-    """
+    """What a shard is to be told before it is asked about guides. guides: at least those that it may not know yet."""
     forgotten = take_all(shard.forgotten)  # first, so that guides of these are among the ended
     begun, compiled = [], []
     for guide in guides:
@@ -131,19 +129,3 @@ def changes_of(shard: Shard, guides: Sequence[Guide]) -> Changes:
                 compiled.append((grammar.number, grammar.params))
             begun.append((guide.number, grammar.number, guide.ends_late, guide.guesses))
     return Changes(begun, compiled, take_all(shard.ended), forgotten)
-
-
-def follow_message(
-    guides: Sequence[Guide],
-    tokens: np.ndarray,
-    guessed: Sequence[bool],
-    last: Sequence[int],
-) -> Follow:
-    """What a shard is asked of guides of its own, one at least; arguments as of `GrammarCompiler.advance`."""
-    return Follow(
-        changes_of(guides[0].shard, guides),
-        np.array([guide.number for guide in guides], np.int32).tobytes(),
-        tokens.astype(np.int32).tobytes(),
-        np.array(guessed, np.bool_).tobytes(),
-        np.array(last, np.int64).tobytes(),
-    )

@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 _PORTION_S = 0.001
 """Masks are sent when so much time has been spent on them: those of other sequences need not wait for slow ones."""
 MOST_KEPT = 256
-"""Masks of a shard that both ends keep: 5 MB of whole ones, with a vocabulary of 152,000 tokens."""
+"""Masks of a shard that both ends keep, as sequences of one schema need the same ones many times: 5 MB if all are
+whole, with a vocabulary of 152,000 tokens."""
 _MOST_TOKENS = 64
 """Of a guide in one message; a state of `Followed` is a byte."""
 _COMPILER_STACK_BYTES = 4 * STACK_BYTES
@@ -110,6 +111,24 @@ class Follow(msgspec.Struct, array_like=True, tag=True):
     tokens: bytes
     guessed: bytes
     last: bytes
+
+    @classmethod
+    def of(
+        cls,
+        changes: Changes,
+        numbers: "np.ndarray | Sequence[int]",
+        tokens: np.ndarray,
+        guessed: "np.ndarray | Sequence[bool]",
+        last: "np.ndarray | Sequence[int]",
+    ) -> "Follow":
+        """Packs arrays. numbers: of the guides."""
+        return cls(
+            changes,
+            np.asarray(numbers, np.int32).tobytes(),
+            np.asarray(tokens, np.int32).tobytes(),
+            np.asarray(guessed, np.bool_).tobytes(),
+            np.asarray(last, np.int64).tobytes(),
+        )
 
 
 class Resume(msgspec.Struct, array_like=True, tag=True):
@@ -223,12 +242,11 @@ class MakeMasks(msgspec.Struct, array_like=True, tag=True):
 
 
 class Made(msgspec.Struct, array_like=True, tag=True):
-    """For the next guides that wait for masks the numbers of these, in `KeptMasks`. Sequences of one schema come to the
-    same masks again and again.
+    """Masks of the next guides that wait for them.
 
-    new: number, whether it lists tokens, and the mask, of those that the other end does not have: it keeps them from
-    then on in place of what had the number before. The tokens that may follow, int32 [n], if they are few; or uint32
-    words. failures: why some have no mask, by their places in this list.
+    numbers: of each guide's mask, in `KeptMasks`. new: masks that the other end does not have: number, whether it lists
+    tokens, and the mask. The other end keeps it in place of what had the number before. A mask is int32 [n], the tokens
+    that may follow, if they are few; or uint32 words. failures: why guides have no mask, by their index in `numbers`.
     """
 
     numbers: list[int]
@@ -237,7 +255,7 @@ class Made(msgspec.Struct, array_like=True, tag=True):
 
 
 class KeptMasks:
-    """The engine's end of a shard's masks: those that the shard sent last."""
+    """The engine's end: the masks that a shard sent last, by their numbers."""
 
     def __init__(self) -> None:
         self._masks: dict[int, np.ndarray] = {}
@@ -253,14 +271,14 @@ class KeptMasks:
         return taken
 
 
-class SentMasks:
-    """A shard's end of them: the numbers of those that the engine has."""
+class MaskNumbers:
+    """A shard's end: the numbers of the masks that the engine has, those used last at the end."""
 
     def __init__(self) -> None:
         self._numbers: OrderedDict[tuple[bool, bytes], int] = OrderedDict()
 
     def pack(self, masks: list[tuple[bool, bytes]], failures: dict[int, str]) -> Made:
-        """Says of each, `MOST_KEPT` at most, which it is, and what it is if the engine does not have it."""
+        """Masks for the engine, those that it has by number alone. masks: `MOST_KEPT` at most, as in `Made.new`."""
         known, numbers, new = self._numbers, [], []
         for mask in masks:
             number = known.get(mask)
@@ -283,7 +301,7 @@ class GrammarServer:
         self._vocabulary = Vocabulary.of(0, (), num_words)
         self._grammars: dict[int, FollowedGrammar] = {}
         self._guides: dict[int, Guide] = {}
-        self._sent = SentMasks()
+        self._sent = MaskNumbers()
 
     def start(self, message: Start) -> str:
         """Makes the tokenizer. Returns what is wrong with it."""
@@ -323,10 +341,8 @@ class GrammarServer:
         self._take(message.changes)
         guides = [self._guides[number] for number in np.frombuffer(message.guides, np.int32).tolist()]
         tokens = np.frombuffer(message.tokens, np.int32).reshape(len(guides), -1).tolist()
-        guessed, last = (
-            np.frombuffer(message.guessed, np.bool_).tolist(),
-            np.frombuffer(message.last, np.int64).tolist(),
-        )
+        guessed = np.frombuffer(message.guessed, np.bool_).tolist()
+        last = np.frombuffer(message.last, np.int64).tolist()
         every = zip(guides, tokens, guessed, last, strict=True)
         places = [_followed(*one) for one in every]
         return Followed.of(places), [guide for guide, place in zip(guides, places, strict=True) if place.waits]

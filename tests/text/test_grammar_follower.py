@@ -17,7 +17,7 @@ from jpaged.assets import demo_model_path
 from jpaged.engine.constraints.following import Job
 from jpaged.text import frames, grammar_guides, grammar_process
 from jpaged.text.grammar_compiler import GrammarCompiler
-from jpaged.text.grammar_process import Changes, Followed, KeptMasks, Made, MakeMasks, Place, Places, SentMasks
+from jpaged.text.grammar_process import Changes, Followed, KeptMasks, Made, MakeMasks, MaskNumbers, Place, Places
 from jpaged.text.grammar_shards import Shard
 from jpaged.text.grammars import GrammarTokenizer
 from jpaged.text.tokenizer import Tokenizer
@@ -192,7 +192,7 @@ def test_places_are_what_they_were_once_they_have_come_over_a_socket():
 
 def test_both_ends_of_a_socket_keep_the_same_masks_and_each_is_sent_once_while_they_do(monkeypatch):
     monkeypatch.setattr(grammar_process, "MOST_KEPT", 3)
-    shard, kept, draw = SentMasks(), KeptMasks(), np.random.default_rng(0)
+    shard, kept, draw = MaskNumbers(), KeptMasks(), np.random.default_rng(0)
     sent = []
     for _ in range(200):
         masks = [(bool(one % 2), np.array([one], np.int32).tobytes()) for one in draw.integers(0, 6, 3).tolist()]
