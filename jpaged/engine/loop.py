@@ -260,7 +260,9 @@ class EngineCore:
 
 
 def _joined(updates: list[RequestUpdate]) -> list[RequestUpdate]:
-    """One update a sequence of those of several steps: nothing is expected after one of a sequence that has ended."""
+    """Joins the updates of several steps to one for each sequence. Its request already says how the sequence has ended,
+    so a caller would take the first of two updates for the last one.
+    """
     joined: dict[int, RequestUpdate] = {}
     for request, new_token_ids in updates:
         before = joined.get(id(request))

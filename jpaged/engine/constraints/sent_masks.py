@@ -32,17 +32,17 @@ class SentMasks:
         last_tokens: np.ndarray,
         num_further: np.ndarray,
     ) -> None:
-        """Adds what the device does not have yet of these distinct slots: int64 [n].
+        """Puts into a plan what the device does not have yet. Once a plan.
 
-        masks: of each. are_open: bool [n]; whether they are those of guesses. last_tokens: int32 [n]; of each slot's
-            known ones, the last one that is not computed, or computed in vain. num_further: int64 [n]; how many tokens
-            from there on the device has so computed.
+        slots: int64 [n], distinct. masks: of each. are_open: bool [n]; whether they are those of guesses. last_tokens:
+            int32 [n]; of each slot's known ones, the last one that is not computed, or computed in vain. num_further:
+            int64 [n]; how many tokens from there on the device has so computed.
         """
         sent = self._sent
-        is_new = [mask is not sent[slot] for slot, mask in zip(slots.tolist(), masks, strict=True)]
+        is_new = np.array([mask is not sent[slot] for slot, mask in zip(slots.tolist(), masks, strict=True)], np.bool_)
         num_lost = num_further + self.refused[slots]
         is_other = (num_lost > 0) | self.replaced[slots]
-        which = np.flatnonzero(is_other | is_new) if len(is_new) else slots
+        which = np.flatnonzero(is_other | is_new)
         if not len(which):
             return
         told = slots[which]

@@ -49,10 +49,11 @@ class Holding:
         self._store = store
 
     def grow_to(self, num_bytes: int) -> None:
-        """It holds so much, apart from its events. Then it holds none, if this raises.
+        """Says how many bytes it holds, apart from its events. If this raises, it holds none.
 
         Raises:
-            OverloadedError: others leave no room. ApiError: it would not fit without them either.
+            OverloadedError: others leave no room.
+            ApiError: 413, it is larger than the store.
         """
         self._store.make_room(self, num_bytes)
 
@@ -76,7 +77,8 @@ class ResponseStore:
 
     def hold(self, num_bytes: int, record: EventRecord | None) -> Holding:
         """Room for a response that begins to run. Raises as `Holding.grow_to`."""
-        self._check_alone(num_bytes)
+        if num_bytes > self._max_bytes:
+            raise self._too_large(num_bytes)
         if self._num_running + num_bytes > self._max_bytes:
             raise self._full()
         holding = Holding(self, record)
@@ -86,11 +88,9 @@ class ResponseStore:
 
     def make_room(self, holding: Holding, num_bytes: int) -> None:
         """See `Holding.grow_to`."""
-        try:
-            self._check_alone(num_bytes)
-        except ApiError:
+        if num_bytes > self._max_bytes:
             self.release(holding)
-            raise
+            raise self._too_large(num_bytes)
         self._count(holding, num_bytes)
         self._drop_oldest()
         while (excess := self._num_running - self._max_bytes) > 0:
@@ -113,14 +113,13 @@ class ResponseStore:
         self._num_running += num_bytes + num_event_bytes - holding.num_bytes - holding.num_event_bytes
         holding.num_bytes, holding.num_event_bytes = num_bytes, num_event_bytes
 
-    def _check_alone(self, num_bytes: int) -> None:
-        if num_bytes > self._max_bytes:
-            raise ApiError(
-                413,
-                f"The response and its conversation take {num_bytes} bytes, and responses that run in the background"
-                f" may take {self._max_bytes} (--max-response-bytes). Send less, or ask without background.",
-                code="response_too_large",
-            )
+    def _too_large(self, num_bytes: int) -> ApiError:
+        return ApiError(
+            413,
+            f"The response and its conversation take {num_bytes} bytes, and responses that run in the background"
+            f" may take {self._max_bytes} (--max-response-bytes). Send less, or ask without background.",
+            code="response_too_large",
+        )
 
     def _full(self) -> OverloadedError:
         return OverloadedError(
