@@ -97,24 +97,31 @@ def _pivots(low, high):
 
 
 @triton.jit
-def _narrowed(low, high, count, k, counts, first, second, third):
-    """The bracket (low, high) of the k-th largest number, and how many are above low, after a look at three pivots.
+def _narrowed(low, high, found, enough, of_first, of_second, of_third, first, second, third):
+    """The bracket (low, high) of the largest number above which there is enough, and how much there is above low, after
+    a look at three pivots.
 
-    counts: of the numbers above each of them, packed 20 bits each, the first pivot's lowest.
+    found, enough, of_first, of_second, of_third: counts or masses; the latter three of what is above each pivot.
     """
+    high = tl.where(of_third < enough, third, high)
+    high = tl.where(of_second < enough, second, high)
+    high = tl.where(of_first < enough, first, high)
+    low, found = tl.where(of_first >= enough, first, low), tl.where(of_first >= enough, of_first, found)
+    low, found = tl.where(of_second >= enough, second, low), tl.where(of_second >= enough, of_second, found)
+    low, found = tl.where(of_third >= enough, third, low), tl.where(of_third >= enough, of_third, found)
+    return low, high, found
+
+
+@triton.jit
+def _narrowed_by_counts(low, high, count, k, counts, first, second, third):
+    """`_narrowed` to the k-th largest number. counts: of `_packed_counts`, summed."""
     of_first, of_second, of_third = counts & 0xFFFFF, (counts >> 20) & 0xFFFFF, counts >> 40
-    high = tl.where(of_third < k, third, high)
-    high = tl.where(of_second < k, second, high)
-    high = tl.where(of_first < k, first, high)
-    low, count = tl.where(of_first >= k, first, low), tl.where(of_first >= k, of_first, count)
-    low, count = tl.where(of_second >= k, second, low), tl.where(of_second >= k, of_second, count)
-    low, count = tl.where(of_third >= k, third, low), tl.where(of_third >= k, of_third, count)
-    return low, high, count
+    return _narrowed(low, high, count, k, of_first, of_second, of_third, first, second, third)
 
 
 @triton.jit
 def _packed_counts(x, first, second, third):
-    """How many of x are above each of three images, packed as `_narrowed` takes them: int64, of x's shape."""
+    """Whether each of x is above each of three images, 20 bits each, the first image's lowest: int64, of x's shape."""
     ones = (x > _of_image(first)).to(tl.int64) + ((x > _of_image(second)).to(tl.int64) << 20)
     return ones + ((x > _of_image(third)).to(tl.int64) << 40)
 
@@ -130,7 +137,7 @@ def floor_of(x, floor, top, k, most):
     while (high - low > 1) & (count > most):
         first, second, third = _pivots(low, high)
         counts = tl.sum(_packed_counts(x, first, second, third), axis=0)
-        low, high, count = _narrowed(low, high, count, k, counts, first, second, third)
+        low, high, count = _narrowed_by_counts(low, high, count, k, counts, first, second, third)
     return _of_image(low)
 
 
@@ -152,12 +159,7 @@ def floor_of_share(highest, top, rate, wanted):
         of_first = tl.sum(tl.where(highest > first, mass, 0.0), axis=0)
         of_second = tl.sum(tl.where(highest > second, mass, 0.0), axis=0)
         of_third = tl.sum(tl.where(highest > third, mass, 0.0), axis=0)
-        high = tl.where(of_third < enough, third, high)
-        high = tl.where(of_second < enough, second, high)
-        high = tl.where(of_first < enough, first, high)
-        low, found = tl.where(of_first >= enough, first, low), tl.where(of_first >= enough, of_first, found)
-        low, found = tl.where(of_second >= enough, second, low), tl.where(of_second >= enough, of_second, found)
-        low, found = tl.where(of_third >= enough, third, low), tl.where(of_third >= enough, of_third, found)
+        low, high, found = _narrowed(low, high, found, enough, of_first, of_second, of_third, first, second, third)
         turns += 1
     return tl.where(found >= enough, low, -_INF)
 
@@ -174,7 +176,7 @@ def floor_of_tokens(logits, listed, count, floor, top, k, VOCAB: tl.constexpr, G
         for i in range(0, count, PASS):
             x, _ = _load_groups(logits, listed, count, i, VOCAB, GROUP, PASS)
             counts += _packed_counts(x, first, second, third)
-        low, high, found = _narrowed(low, high, found, k, tl.sum(counts), first, second, third)
+        low, high, found = _narrowed_by_counts(low, high, found, k, tl.sum(counts), first, second, third)
     return _of_image(low)
 
 
