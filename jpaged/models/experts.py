@@ -16,7 +16,7 @@ that a sparse layer costs the one all-reduce that a dense one does:
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -126,8 +126,9 @@ class SparseConfig(ModelConfig):
     activation: of experts and MLPs.
     clamped: of experts, in place of that.
     weighted_inputs: a router's weight multiplies what an expert reads, not what it gives (Llama 4).
-    gated_experts: experts, shared ones too, are gated MLPs; else they have no gate (Nemotron 3).
-    latent_size: columns that experts read and give, between two products for all of them; 0 for `hidden_size`.
+    gated_experts: experts, shared ones too, are gated MLPs. Without gates (Nemotron 3) they have neither biases nor a
+        clamped activation.
+    latent_size: columns that routed experts read and give, between two products that they share; 0 for `hidden_size`.
     router_bias: the router's product has a bias. expert_bias: both products of each expert have.
     """
 
@@ -345,11 +346,13 @@ def mix(
 
     products: with gate_up, or with up, and with down, of num_experts each. biases: of gate_up and down.
     weighted_inputs: as in `SparseConfig`; biases stay as they are.
-    gated: the first product is with gate_up.
+    gated: the first product is with gate_up. Without gates there are neither biases nor a `ClampedSwiGLU`.
     """
     (tokens, each), (gate_up, down) = experts.shape, products
     x = x.astype(down.promoted(gate_up.promoted(x.dtype)))
     if not gated:
+        if isinstance(activation, ClampedSwiGLU) or biases is not None:
+            raise ValueError("experts without gates have neither biases nor a clamped activation")
         activated = partial(_activated, gate_up, activation=activation, backend=backend)
     elif isinstance(activation, ClampedSwiGLU) or biases is not None:
         bias = None if biases is None else biases[0]
@@ -386,7 +389,7 @@ def mix(
     return jnp.sum(jnp.where(here[..., None], found, 0.0), axis=1).astype(x.dtype)
 
 
-def _activated(up: GroupedProduct, x: jax.Array, rows: Rows, *, activation: Any, backend: str | None) -> jax.Array:
+def _activated(up: GroupedProduct, x: jax.Array, rows: Rows, *, activation: str, backend: str | None) -> jax.Array:
     """[A, hidden] -> activation(up), [A, inner], the activation in XLA and in float32."""
     wide = up.multiply(x, rows, backend=backend).astype(jnp.promote_types(x.dtype, jnp.float32))
     return UNGATED_ACTIVATIONS[activation](wide).astype(x.dtype)

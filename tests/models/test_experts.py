@@ -210,3 +210,13 @@ def test_gradients_reach_experts_router_weights_and_tokens() -> None:
     step = 1e-2 * np.random.default_rng(5).standard_normal(x.shape).astype(np.float32)
     around = [loss(x + sign * step, gate_up, down, logits) for sign in (1, -1)]
     assert float(around[0] - around[1]) == pytest.approx(2 * float(jnp.sum(gradients[0] * step)), rel=2e-2)
+
+
+@pytest.mark.parametrize("options", [{"activation": ClampedSwiGLU()}, {"activation": "relu2", "biases": "both"}])
+def test_experts_without_gates_refuse_what_they_would_have_to_ignore(options: dict[str, Any]) -> None:
+    x, gate_up, down = draw(3, 2, 4, 24, 16)
+    experts, weights = np.zeros((2, 1), np.int32), np.ones((2, 1), np.float32)
+    if "biases" in options:
+        options = options | {"biases": (np.zeros((4, 16), np.float32), np.zeros((4, 24), np.float32))}
+    with pytest.raises(ValueError, match="without gates"):
+        mixed(x, gate_up[:, :, 0], down, experts, weights, backend="xla", gated=False, **options)
