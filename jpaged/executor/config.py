@@ -33,7 +33,7 @@ class ExecutorConfig:
     shared_prefix_attention: have decode programs that read a prefix once for all rows that share it.
     one_shot_rows: bodies of at most this many rows use the one-shot all-reduce; larger ones use XLA's. Equals the size
         of the largest such body (`largest_body`), or 0.
-    one_call_rows: decode steps of at most so many rows are one program, not a body and a head (`is_one_call`); 0: none.
+    one_call_rows: decode steps of at most so many rows may be one program (`is_one_call`); 0: none is.
     logprobs_mode: as of `EngineArgs`.
     batch_invariant: rows are computed in tiles (`models.row_tiles`), and attention by `invariant_attention`.
     kv_scales: of each layer, what keys and what values are divided by before they are rounded to e4m3; None where they
@@ -152,5 +152,5 @@ class ExecutorConfig:
 
 
 def _is_rare(variant: SamplingVariant) -> bool:
-    """Whether so few requests need the variant that its programs are few."""
+    """Whether few requests need the variant, so that there are programs of it for few sizes only."""
     return variant >= SamplingVariant.MASKED

@@ -1,4 +1,4 @@
-"""Mamba-2 (Dao and Gu 2024, arXiv:2405.21060, section 7), as Granite 4 and Bamba have it.
+"""Mamba-2 (Dao and Gu 2024, arXiv:2405.21060, section 7), as Granite 4, Bamba and Nemotron-H have it.
 
     x --zx--> z, inputs }
       --bc--> b, c      } --short convolution--> inputs, b, c --state space duality--> y --times silu(z), norm--> out

@@ -15,7 +15,7 @@ class LayerState:
     matrices   float32 [heads, rows, columns]
     history    [width - 1, channels], of the model's dtype
 
-    A layer may keep one of the two alone, or nothing. width: taps of the convolution.
+    A layer may keep only one of the two, or nothing. width: taps of the convolution.
     """
 
     width: int
@@ -51,7 +51,7 @@ class LayerState:
 
 @dataclass(frozen=True)
 class NoState(LayerState):
-    """Of a layer that keeps neither tokens nor a state: an MLP or experts alone (Nemotron-H)."""
+    """Of a layer that keeps neither tokens nor a state: one that is only an MLP or experts (Nemotron-H)."""
 
     @property
     def matrices(self) -> None:

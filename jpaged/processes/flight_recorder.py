@@ -99,9 +99,7 @@ class FlightRecorder:
         self._memory[at : at + len(record)] = record
 
     def read(self, plan: StepPlan) -> None:
-        """A step's results have come. Where its dispatch was not recorded, neither is this: a record without a time of
-        dispatch is none.
-        """
+        """A step's results have come. Readers ignore the record if the step's dispatch was not recorded."""
         _TIME.pack_into(self._memory, self._place(plan.step_id) + _READ_AT, time.monotonic())
         self._pulse.count_step()
 

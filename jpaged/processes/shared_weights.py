@@ -20,7 +20,7 @@ from jpaged.processes.wire import SharedArray
 _ALIGNMENT = 64
 
 _NUMBERS = "biufcV"
-"""The kinds of numpy's types of numbers; V: those that JAX adds, such as bfloat16."""
+"""`np.dtype.kind` of numbers; V is that of types which JAX adds, such as bfloat16."""
 
 
 class SharedWeights:

@@ -28,17 +28,19 @@ NOMINAL_BLOCKS = 1024
 """Blocks of the pool that programs are analysed with, before its size is known."""
 
 ONE_CALL_ROWS = 128
-"""Rows up to which a decode step is one program. Beyond, the device is busy for longer than a second call takes the
-host: 256 rows of Qwen3-0.6B, 5 ms."""
+"""Rows up to which a decode step is one program. Larger steps keep the device busy for longer than the host takes, with
+a second call too: 256 rows of Qwen3-0.6B, 5 ms."""
 
 ONE_CALL_BYTES = 8 * 2**30
 """The largest weights of a device for that: an H200 reads them in 2 ms. With larger ones the host waits for the device
-anyway, so the programs would be compiled in vain."""
+anyway, and the programs would be of no use."""
 
 
 def one_call_rows(shard: Model, limit: int | None) -> int:
-    """Rows up to which a decode step is one program (`ExecutorConfig.one_call_rows`). None on a CPU (limit None): there
-    most programs are compiled while requests wait, and a call is little of a step.
+    """Rows up to which a decode step is one program (`ExecutorConfig.one_call_rows`).
+
+    shard: what one device has of the model. limit: bytes of a device, None on a CPU. There the result is 0: most
+    programs are compiled while requests wait, and a call is little of a step.
     """
     return ONE_CALL_ROWS if limit is not None and shard.num_bytes <= ONE_CALL_BYTES else 0
 

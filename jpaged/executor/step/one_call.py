@@ -70,8 +70,9 @@ class DecodeAndSample(StepProgram):
     ) -> tuple[dict[str, object], SampleResult]:
         """arrays: what the body takes beside the weights. earlier: as of `Sample`."""
         updated, (hidden, rows) = self._body.body(setup, weights=weights, **arrays)
-        # The head reads what the body has left in memory, as `Sample` does. Fused with the norm before it, it would
-        # round hidden states less, and tokens could differ; and slots would be copied, to be read after their update.
+        # The head reads what the body has left in memory, as `Sample` does. Without the barrier XLA fuses it with the
+        # norm before it, which rounds hidden states less, so tokens could differ; and it copies slots before their
+        # update.
         left = hidden, rows.slots, rows.active, updated["state"]
         hidden, slots, active, state = jax.lax.optimization_barrier(left)
         head, rows = setup.model.head_weights(weights), rows._replace(slots=slots, active=active)

@@ -302,7 +302,7 @@ class Runner:
         return DispatchedStep(len(slots), sampled, read_shared_prefix=shared is not None, when_read=self._keep_tokens)
 
     def _run_one_call(self, plan: StepPlan, batch: int, renewals: Renewals) -> DispatchedStep:
-        """A step of decode rows alone, body and head in one program, which reads no masks."""
+        """A step of decode rows alone, body and head in one program. Masks in the plan are for later steps."""
         slots = plan.decode_slots
         program = DecodeAndSample(batch, self._variants[plan.variant])
         buffer, host = self._packed(program)

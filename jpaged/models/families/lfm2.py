@@ -161,7 +161,9 @@ def _convolution(theirs: str, ours: str, state: ConvolutionState, config: Lfm2Co
 
 
 def _inner_size(read: ConfigReader) -> int:
-    """Of an MLP: two thirds of what config.json says, filled up, unless it says otherwise."""
+    """The inner width of an MLP: what config.json says; or, with block_auto_adjust_ff_dim, two thirds of that, times
+    block_ffn_dim_multiplier and rounded up to block_multiple_of.
+    """
     inner = read.integer("block_ff_dim", read.integer("intermediate_size"))
     if not read.flag("block_auto_adjust_ff_dim", True):
         return inner
@@ -173,7 +175,7 @@ def _inner_size(read: ConfigReader) -> int:
 
 
 def _layer_kinds(read: ConfigReader, num_layers: int) -> tuple[str, ...]:
-    """Of each layer "conv", or another name for attention; by layer_types, or else by full_attn_idxs."""
+    """The kind of each layer, "conv" or a name of attention: from layer_types, or else from full_attn_idxs."""
     kinds = read.layer_kinds(num_layers, ("full_attention", "attention", "conv"))
     if kinds is None:
         attention = read.config.get("full_attn_idxs")

@@ -1,5 +1,5 @@
-"""Nemotron-H (NVIDIA 2025, arXiv:2504.03624), Nemotron Nano 2 and Nemotron 3: each layer is a Mamba-2 mixer, attention
-without RoPE, an MLP or experts, alone.
+"""Nemotron-H (NVIDIA 2025, arXiv:2504.03624), Nemotron Nano 2 and Nemotron 3: a layer is either a Mamba-2 mixer,
+attention without RoPE, an MLP, or experts.
 
     x += mixer(norm(x))
 
@@ -34,7 +34,7 @@ _KINDS = {
     **{"*": "attention", "attention": "attention", "full_attention": "attention"},
     **{"-": "mlp", "mlp": "mlp", "E": "moe", "moe": "moe"},
 }
-"""Of layers, by their letters in hybrid_override_pattern and by their names."""
+"""Kinds of layers, by their letters in hybrid_override_pattern and by their names in layers_block_type."""
 
 _OTHER_NAMES = {
     "mamba_n_groups": "n_groups",
@@ -42,7 +42,7 @@ _OTHER_NAMES = {
     "mamba_dt_min": "time_step_min",
     "mamba_conv_bias": "use_conv_bias",
 }
-"""Of entries; where config.json has both, these count."""
+"""Other names of entries in config.json, which count where it has both."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +188,7 @@ def _mamba_state(read: ConfigReader) -> MambaState:
 
 
 def _layer_kinds(read: ConfigReader) -> tuple[str, ...]:
-    """What each layer is: by name, or else by its letter."""
+    """The kind of each layer: from the list of names, or else from hybrid_override_pattern."""
     said = read.config.get("layers_block_type") or read.config.get("layer_types")
     said = said or read.config.get("hybrid_override_pattern") or ("mamba", "moe", "attention", "mlp")
     if not isinstance(said, list | tuple | str):

@@ -36,7 +36,8 @@ _AT_ONCE = 16
 mixtures have thousands."""
 
 _COPIED_AT_ONCE = COPIED_BYTES // 4
-"""Bytes of those that are copied before: others are on their way while it runs. Larger arrays are cut, if they can be."""
+"""Bytes of copies that one program writes, so that copies for others are on their way while it runs. Larger arrays are
+cut, if they can be."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,11 @@ class Write:
     offsets: tuple[int, ...]
 
     def parts(self, target: Sharding, shard_axis: int | None) -> Iterator["Write"]:
-        """It, or if it is a large array of numpy, parts of it: so the device has room for a copy of a part alone. Those
-        that the layout rearranges stay whole, but for transposed ones.
+        """Cuts a large array of numpy, so that the device needs room for a copy of a part only. An array of JAX stays
+        whole, as does one that its layout does more with than transpose it.
 
-        target: where it is copied to. shard_axis: of the parameter, along which it is split; the array is cut along
-        another.
+        target: where it is copied to. shard_axis: axis of the parameter that is split over devices; the array is cut
+        along another one.
         """
         size, shape, parameter_axis = copied_bytes(self.array, target), tuple(self.array.shape), self.layout.axes.index
         is_plain = self.layout == Layout(shape, self.layout.axes)
@@ -87,7 +88,7 @@ class Update:
         that does not depend on the one in which they were given.
 
         targets: of each parameter: where arrays must be to be written into it; those that are not are copied there.
-        shard_axes: of each, along which it is split.
+        shard_axes: of each parameter: the axis that is split over devices, or None.
         """
         found = []
         ordered = sorted(self.writes, key=lambda one: (one.index, one.offsets))

@@ -11,7 +11,7 @@ class ExpertChoice:
     per_token: experts of a token.
     score: what its logits become: "softmax" over all experts, or "sigmoid" of each (DeepSeek-V3).
     renormalized: a token's weights are divided by their sum.
-    added_to_sum: what is added to a sum of sigmoids before (DeepSeek-V3's by default).
+    added_to_sum: added to a sum of sigmoids before the division; by default as in DeepSeek-V3.
     factor: multiplies the weights.
     groups, kept_groups: experts are in this many equal groups, and a token's come from the best of these alone. One
         group: no such limit.
