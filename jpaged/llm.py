@@ -56,6 +56,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("jpaged.engine")
 
 
+_LOOK_S = 0.05
+"""How often a call that a pause holds up looks for a Ctrl-C."""
+
 _ELSEWHERE = {
     "llm_engine": "the engine is `engine`",
     "encode": "`embed` gives vectors, and `score` similarities",
@@ -121,6 +124,8 @@ class LLM:
         self._request_ids = map(str, count())
         self._turns = threading.RLock()  # a call from within a call is refused (`_serve`), and does not wait for ever
         self._between_steps = _FairLock()  # around whatever reaches the engine
+        self._runs = threading.Event()  # not while it is paused
+        self._runs.set()
 
     def _checked_reranker(self) -> Reranker | None:
         """What judges pairs of texts, if the engine was started for that; the engine is closed if it cannot."""
@@ -333,6 +338,8 @@ class LLM:
         if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
             raise InvalidParameterError(f"use_tqdm must be True, False or a class like tqdm, got {shown(use_tqdm)}.")
         with self._turn() as interrupt:
+            if not self._runs.is_set():
+                raise JPagedError("The engine is paused: call resume first.")
             with self._between_steps:
                 if self.engine.has_unfinished_requests():
                     raise JPagedError(
@@ -498,6 +505,24 @@ class LLM:
         with self._turn(), self._between_steps:
             self.engine.wake_up()
 
+    def pause(self) -> None:
+        """Stops the steps of another thread's call until `resume`: the devices are idle when it returns, and that call
+        waits. One that begins meanwhile raises JPagedError.
+        """
+        with Interruptible() as interrupt, self._between_steps:
+            self.engine.pause()
+            self._runs.clear()
+        if interrupt.requested:
+            raise KeyboardInterrupt
+
+    def resume(self) -> None:
+        """Goes on where `pause` left off."""
+        with Interruptible() as interrupt, self._between_steps:
+            self.engine.resume()
+            self._runs.set()
+        if interrupt.requested:
+            raise KeyboardInterrupt
+
     def update_weights(self, weights: Any, *, partial: bool = False, in_flight: InFlight = "recompute") -> None:
         """Gives the model other weights, in place: nothing is compiled but, the first time, the programs that write
         them. During another thread's call it is done between two of its steps. Cached prefixes are forgotten, pinned
@@ -571,6 +596,8 @@ class LLM:
                     if not self.engine.has_unfinished_requests():
                         raise JPagedError("Requests were aborted from elsewhere while LLM.generate waited for them.")
                     outputs = self.engine.step()
+                if not outputs:
+                    self._runs.wait(_LOOK_S)
                 if interrupt.requested:
                     raise KeyboardInterrupt
                 for output in outputs:

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 from flax import nnx
 
 from jpaged import LLM, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
-from jpaged.api.errors import EngineAsleepError, InvalidParameterError, UnsupportedParameterError
+from jpaged.api.errors import EngineAsleepError, InvalidParameterError, JPagedError, UnsupportedParameterError
 from jpaged.models import Model, ModelConfig, Weights, build, dense_causal_attend, registry
 from tests.tiny_models import TINY_ENGINE, tiny_model, write_tiny_model
 
@@ -413,6 +414,35 @@ def test_an_llm_takes_weights_from_another_thread_between_its_steps(directory):
     outputs = llm.generate(PROMPTS, params(5), use_tqdm=False)
     assert [list(output.outputs[0].token_ids) for output in outputs] == reference.greedy(weights)
     assert set(llm.weights_as("parameters")) == set(llm.engine.startup.model.parameter_names)
+    llm.close()
+
+
+def test_a_paused_llm_takes_no_steps_until_it_is_resumed(directory):
+    llm = LLM(str(directory), **TINY_ENGINE)
+    want = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params(100), use_tqdm=False)]
+    counts: list[int] = []
+
+    def pause_and_resume() -> None:
+        while llm.get_metrics().num_running == 0:
+            pass
+        llm.pause()
+        for _ in range(2):
+            counts.append(llm.get_metrics().num_steps)
+            time.sleep(0.2)
+        llm.resume()
+
+    before = llm.get_metrics().num_steps
+    thread = threading.Thread(target=pause_and_resume)
+    thread.start()
+    outputs = llm.generate(PROMPTS, params(100), use_tqdm=False)
+    thread.join()
+    assert [output.outputs[0].token_ids for output in outputs] == want
+    assert before < counts[0] == counts[1] < llm.get_metrics().num_steps
+    llm.pause()
+    with pytest.raises(JPagedError, match="paused: call resume first"):
+        llm.generate(PROMPTS, params(2), use_tqdm=False)
+    llm.resume()
+    assert llm.generate(PROMPTS[:1], params(2), use_tqdm=False)[0].outputs[0].token_ids == want[0][:2]
     llm.close()
 
 

@@ -17,6 +17,7 @@ BLOCK_SIZE = "tokens in a block of the KV cache"
 MAX_NUM_SEQS = "most sequences that run at once (default: by device)"
 MAX_NUM_BATCHED_TOKENS = "most tokens computed in a step (default: by device)"
 GPU_MEMORY_UTILIZATION = "fraction of the device's memory to use"
+BATCH_INVARIANT = "compute the same bits whatever the batch"
 PIPELINE_DEPTH = "steps dispatched before the first one's tokens are read"
 TENSOR_PARALLEL_SIZE = "devices to split the model over"
 """Help texts that several benchmarks share."""
@@ -33,7 +34,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help=GPU_MEMORY_UTILIZATION)
     parser.add_argument("--pipeline-depth", type=int, default=2, help=PIPELINE_DEPTH)
     parser.add_argument("--shared-prefix-attention", action="store_true", help="read shared prefixes once a step")
-    parser.add_argument("--batch-invariant", action="store_true", help="compute the same bits whatever the batch")
+    parser.add_argument("--batch-invariant", action="store_true", help=BATCH_INVARIANT)
     add_bits_options(parser)
     add_kernel_backend_option(parser)
     add_layout_options(parser)

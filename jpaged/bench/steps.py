@@ -37,6 +37,7 @@ from jpaged.bench import recorded_steps
 from jpaged.bench.arguments import add_kernel_backend_option, bench_parser, check_least
 from jpaged.bench.device_trace import kernel_times, read_trace
 from jpaged.bench.engine_options import (
+    BATCH_INVARIANT,
     BLOCK_SIZE,
     PIPELINE_DEPTH,
     add_bits_options,
@@ -79,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_step_sizes(result)
     result.add_argument("--pipeline-depth", type=int, default=2, help=PIPELINE_DEPTH)
+    result.add_argument("--batch-invariant", action="store_true", help=BATCH_INVARIANT)
     add_bits_options(result)
     add_kernel_backend_option(result)
     add_layout_options(result)

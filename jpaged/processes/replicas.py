@@ -287,6 +287,14 @@ class ReplicatedEngine(RequestIntake):
         """As `LLMEngine.wake_up`, on every replica."""
         self._change(wire.WakeUp())
 
+    def pause(self) -> None:
+        """As `LLMEngine.pause`, on every replica."""
+        self._change(wire.SetPaused(True))
+
+    def resume(self) -> None:
+        """As `LLMEngine.resume`, on every replica."""
+        self._change(wire.SetPaused(False))
+
     def update_weights(self, weights: Any, *, partial: bool = False, in_flight: InFlight = "recompute") -> None:
         """As `LLMEngine.update_weights`, on every replica. The arrays go through the host, in memory that the replicas
         share. weights: a mapping, nested or flat, from names to arrays, such as an `nnx.State`.

@@ -114,6 +114,12 @@ class EchoEngine:
         counts = {field.name: self.num_answered for field in fields(EngineStats)}
         return EngineStats(**counts | {"step_tokens": (self.num_answered,), "expert_load": None})
 
+    def pause(self) -> None:
+        self.held = True
+
+    def resume(self) -> None:
+        self.held = False
+
     def reset_prefix_cache(self) -> bool:
         self.num_blocks = 2000
         self.pinned.clear()
@@ -318,6 +324,13 @@ def test_requests_can_be_added_while_nobody_reads_what_came_of_those_before(engi
     for echo in echoes(engine):
         echo.size = 1
     assert len(run(engine)) == 100
+
+
+def test_a_pause_reaches_every_replica(engine):
+    engine.pause()
+    assert [echo.held for echo in echoes(engine)] == [True, True]
+    engine.resume()
+    assert [echo.held for echo in echoes(engine)] == [False, False]
 
 
 def test_a_prefix_that_a_replica_refuses_is_refused_by_pin_prefix_and_not_by_step(engine):

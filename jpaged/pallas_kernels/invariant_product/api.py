@@ -9,8 +9,8 @@ of the result is one chain of sums over K, in one order, by one kind of instruct
     "triton"  one tiling for any number of rows, so that every element is computed by the same instructions
     "xla"     a loop over tiles of `TILE_ROWS` rows
 
-The kernels read weights once for all rows, the loop once for each tile. Hopper GPUs take Triton's, too, until their own
-has been measured.
+The kernels read weights once for all rows, the loop once for each tile. Hopper GPUs take Triton's where their own
+refuses the sizes.
 """
 
 from typing import Any

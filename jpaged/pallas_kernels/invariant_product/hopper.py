@@ -42,11 +42,6 @@ def unsupported(x: jax.Array, w: jax.Array) -> str | None:
     return None
 
 
-def worthwhile(x: jax.Array, w: jax.Array) -> bool:
-    """Not before it has been measured: unless it is forced, Hopper GPUs take Triton's kernel, too."""
-    return False
-
-
 @functools.partial(jax.jit, static_argnames=("outputs_first", "dtype", "tiling", "ctas", "interpret"))
 def invariant_product(
     x: jax.Array,
