@@ -506,8 +506,8 @@ class LLM:
             self.engine.wake_up()
 
     def pause(self) -> None:
-        """Stops the steps of another thread's call until `resume`: the devices are idle when it returns, and that call
-        waits. One that begins meanwhile raises JPagedError.
+        """Stops another thread's call between two steps, until `resume`. The devices are idle when this returns. A call
+        that begins before `resume` raises JPagedError.
         """
         with Interruptible() as interrupt, self._between_steps:
             self.engine.pause()
