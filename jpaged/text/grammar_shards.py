@@ -25,6 +25,7 @@ from itertools import count
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.text import grammar_process
@@ -44,7 +45,7 @@ log = logging.getLogger("jpaged.engine")
 
 ENDED = Place(failure="the process that follows grammars has ended")
 
-Masks = list[Any]
+Masks = list[np.ndarray | str]
 """For each guide its mask, or why there is none."""
 Answer = Callable[["Followed | Masks | None"], bool]
 """Takes an answer, None if there will be none. False: another one follows."""

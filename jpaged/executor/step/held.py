@@ -69,7 +69,7 @@ def held_shapes(setup: Setup, mesh: DeviceMesh) -> dict[str, HeldShapes]:
     if setup.states:
         spec = setup.states.states_spec
         shapes = tuple(
-            SlotArrays(*(part and mesh.split(part, axes) for part, axes in zip(layer, spec, strict=True)))
+            SlotArrays(*(None if x is None else mesh.split(x, axes) for x, axes in zip(layer, spec, strict=True)))
             for layer in setup.states.shapes
         )
         held["recurrent"] = HeldShapes(shapes, (spec,) * len(shapes))
