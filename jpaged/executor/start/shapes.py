@@ -1,5 +1,6 @@
 """The shapes of programs and pool: from the options, the model and the device; then for the pool's real size."""
 
+import os
 from dataclasses import replace
 from math import lcm
 
@@ -27,22 +28,24 @@ from jpaged.pallas_kernels.contiguous_attention.api import READ_BEHIND, TILE_TOK
 NOMINAL_BLOCKS = 1024
 """Blocks of the pool that programs are analysed with, before its size is known."""
 
-ONE_CALL_ROWS = 128
-"""Rows up to which a decode step is one program. Larger steps keep the device busy for longer than the host takes, with
-a second call too: 256 rows of Qwen3-0.6B, 5 ms."""
-
-ONE_CALL_BYTES = 8 * 2**30
-"""The largest weights of a device for that: an H200 reads them in 2 ms. With larger ones the host waits for the device
-anyway, and the programs would be of no use."""
+ONE_CALL_ROWS = "JPAGED_ONE_CALL_ROWS"
+"""The environment variable that says up to how many rows a decode step is one program."""
 
 
-def one_call_rows(shard: Model, limit: int | None) -> int:
-    """Rows up to which a decode step is one program (`ExecutorConfig.one_call_rows`).
+def one_call_rows(limit: int | None) -> int:
+    """Rows up to which a decode step is one program (`ExecutorConfig.one_call_rows`): none, unless the environment asks
+    for it, for what it gains on a GPU is not measured. None on a CPU (limit None) either: there most programs are
+    compiled while requests wait, and a call is little of a step.
 
-    shard: what one device has of the model. limit: bytes of a device, None on a CPU. There the result is 0: most
-    programs are compiled while requests wait, and a call is little of a step.
+    Raises:
+        InvalidParameterError: the variable is not a whole number from 0 up.
     """
-    return ONE_CALL_ROWS if limit is not None and shard.num_bytes <= ONE_CALL_BYTES else 0
+    value = os.environ.get(ONE_CALL_ROWS, "").strip()
+    if value and not value.isdecimal():
+        raise InvalidParameterError(
+            f"{ONE_CALL_ROWS} must be a number of rows, 0 for none, got {value!r}; unset it for none."
+        )
+    return 0 if limit is None else int(value or 0)
 
 
 def refuse_for_hybrids(args: EngineArgs, model: ModelConfig) -> None:

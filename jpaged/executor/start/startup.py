@@ -197,7 +197,7 @@ def _start_on(
     config = executor_config(args, model_config, limit, most_sequences(shard, limit))
     config = with_snapshots(config, args, shard, limit)
     rows = 0 if args.batch_invariant else one_shot_rows(args.one_shot_rows, config.kernel_backend, shard, mesh)
-    one_call = one_call_rows(shard, limit)
+    one_call = one_call_rows(limit)
     config = replace(config, one_shot_rows=config.largest_body(rows), one_call_rows=one_call)
     if args.kv_cache_dtype == "fp8":
         loaded = None

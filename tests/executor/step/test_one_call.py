@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from jpaged import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from jpaged.api.errors import InvalidParameterError
 from jpaged.engine.interface import SamplingVariant
 from jpaged.executor import config as executor_config
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.start import startup
-from jpaged.executor.start.shapes import ONE_CALL_BYTES, one_call_rows
+from jpaged.executor.start.shapes import ONE_CALL_ROWS, one_call_rows
 from jpaged.executor.step.bodies import Decode
 from jpaged.executor.step.heads import Sample
 from jpaged.executor.step.kinds import step_programs
@@ -149,7 +150,9 @@ def test_rows_under_constraints_and_what_runs_ahead_of_them_are_two_calls():
     assert called.count("decode_and_sample") > 10 < called.count("decode")
 
 
-def test_a_start_has_them_for_few_rows_of_usual_variants_where_weights_are_read_quickly():
+def test_a_start_has_them_for_few_rows_of_usual_variants_where_the_environment_asks_for_them(monkeypatch):
+    assert one_call_rows(80 * 2**30) == 0
+    monkeypatch.setenv(ONE_CALL_ROWS, "128")
     model = build(ModelConfig.from_dict(tiny_model("llama-gqa-d64-tied").config), "bfloat16")
     config = ExecutorConfig(
         max_num_seqs=256,
@@ -158,14 +161,15 @@ def test_a_start_has_them_for_few_rows_of_usual_variants_where_weights_are_read_
         num_blocks=8,
         decode_buckets=(8, 96, 128, 192, 256),
         token_buckets=(512,),
-        one_call_rows=one_call_rows(model, 80 * 2**30),
+        one_call_rows=one_call_rows(80 * 2**30),
     )
     setup = Setup.of(model, config)
     whole = {program for program in step_programs(setup) if isinstance(program, DecodeAndSample)}
     usual = {one.variant for one in Sample.programs(setup) if one.variant <= SamplingVariant.TRUNCATED}
     assert whole == {DecodeAndSample(rows, variant) for rows in (8, 96, 128) for variant in usual}
-    assert one_call_rows(model, None) == 0  # a CPU
-    large = mock.Mock(num_bytes=ONE_CALL_BYTES + 1)
-    assert one_call_rows(large, 80 * 2**30) == 0
+    assert one_call_rows(None) == 0  # a CPU
+    monkeypatch.setenv(ONE_CALL_ROWS, "all")
+    with pytest.raises(InvalidParameterError, match=f"{ONE_CALL_ROWS} must be a number of rows, 0 for none, got 'all'"):
+        one_call_rows(80 * 2**30)
     without = Setup.of(model, replace(config, one_call_rows=0))
     assert set(step_programs(setup)) - whole == set(step_programs(without))
