@@ -33,9 +33,11 @@ ONE_CALL_ROWS = "JPAGED_ONE_CALL_ROWS"
 
 
 def one_call_rows(limit: int | None) -> int:
-    """Rows up to which a decode step is one program (`ExecutorConfig.one_call_rows`): none, unless the environment asks
-    for it, for what it gains on a GPU is not measured. None on a CPU (limit None) either: there most programs are
-    compiled while requests wait, and a call is little of a step.
+    """Rows up to which a decode step is one program (`ExecutorConfig.one_call_rows`): 0 unless the environment asks for
+    some, as the gain on a GPU is not measured. Always 0 on a CPU, where most programs are compiled while requests wait,
+    and a call is little of a step.
+
+    limit: bytes of a device's memory, None on a CPU.
 
     Raises:
         InvalidParameterError: the variable is not a whole number from 0 up.

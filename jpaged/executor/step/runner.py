@@ -7,7 +7,7 @@
              decode[B], shared_decode[B] or mixed[T] --> [set_masks[W]] --> [sample[B, variant]] --> handle
                                                     '--> [score[T] ..., pool[T]] --------------------'
 
-A decode step of few rows and a usual variant is one program instead, decode_and_sample[B, variant].
+With JPAGED_ONE_CALL_ROWS, a decode step of few rows and a usual variant is one program, decode_and_sample[B, variant].
 
 Masks are sent with a masked variant's sample; set_masks is for masks that do not fit there, and for other variants.
 
