@@ -423,8 +423,9 @@ def test_a_paused_llm_takes_no_steps_until_it_is_resumed(directory):
     counts: list[int] = []
 
     def pause_and_resume() -> None:
-        while llm.get_metrics().num_running == 0:
-            pass
+        until = time.monotonic() + 60
+        while llm.get_metrics().num_running == 0 and time.monotonic() < until:
+            time.sleep(0.001)
         llm.pause()
         for _ in range(2):
             counts.append(llm.get_metrics().num_steps)
