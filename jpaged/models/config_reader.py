@@ -52,6 +52,14 @@ class ConfigReader:
         """This one with values of entries that config.json leaves out; what it sets to null stays null."""
         return self.with_entries(**{name: value for name, value in entries.items() if name not in self.config})
 
+    def with_other_names(self, **others: str) -> "ConfigReader":
+        """This one with values of entries that config.json leaves out, by other names that transformers knows for them.
+
+        others: the other name of each entry.
+        """
+        config = self.config
+        return self.with_defaults(**{name: config[other] for name, other in others.items() if other in config})
+
     def text_part(self, architecture: str) -> "ConfigReader":
         """The reader of a multimodal model's "text_config", as if that were a config.json of this architecture."""
         text = self.config.get("text_config")

@@ -463,6 +463,13 @@ def _load_error(name: str, is_local: bool, error: Exception) -> CheckpointError:
         return CheckpointError(
             f"The tokenizer of {name} needs code of its own, which is never run; use a model with a tokenizer.json."
         )
+    if is_local and not (Path(name).expanduser() / "tokenizer.json").is_file() and not _reads_sentencepiece():
+        models = sorted(path.name for path in Path(name).expanduser().glob("*.model"))
+        if models:
+            return CheckpointError(
+                f"The tokenizer in {name} is a sentencepiece model ({models[0]}) without a tokenizer.json, which needs"
+                " two packages to be read: pip install sentencepiece protobuf."
+            )
     if is_local:
         return CheckpointError(
             f"The tokenizer in {name} cannot be read ({type(error).__name__}: {reason[:300]}); fetch its files anew."
@@ -471,6 +478,12 @@ def _load_error(name: str, is_local: bool, error: Exception) -> CheckpointError:
         f"No tokenizer for {name}: it is no local directory, and the hub gave none ({reason[:300]}). Check the spelling"
         " and the connection, or give a directory."
     )
+
+
+def _reads_sentencepiece() -> bool:
+    from transformers import utils
+
+    return utils.is_sentencepiece_available() and utils.is_protobuf_available()
 
 
 @contextmanager

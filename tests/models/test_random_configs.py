@@ -2,10 +2,12 @@
 otherwise, each with the field that it was, and a few random ones."""
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from jpaged.api.errors import UnsupportedModelError
 from jpaged.models import ModelConfig
 from tests.support.config_spaces import SPACES, draw
 
@@ -29,6 +31,18 @@ SMALL: dict[str, Any] = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LONGROPE = {"short_factor": [1.0] * 12, "long_factor": [3.0] * 12, "original_max_position_embeddings": 16}
+_READ_AS: dict[str, Callable[[Any], int]] = {
+    **dict.fromkeys(("n_embd", "d_model"), lambda read: read.hidden_size),
+    **dict.fromkeys(("n_head", "n_heads"), lambda read: read.num_heads),
+    **dict.fromkeys(("n_layer", "n_layers"), lambda read: read.num_layers),
+    "n_positions": lambda read: read.max_position_embeddings,
+    **dict.fromkeys(
+        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), lambda read: read.num_experts
+    ),
+    **dict.fromkeys(("moe_k", "moe_topk"), lambda read: read.routing.per_token),
+}
+"""What the entries become that have other names, too."""
+
 FOUR_EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 
 OF_LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
@@ -139,3 +153,28 @@ def test_key_value_heads_that_are_left_out_are_as_many_as_in_transformers(family
     theirs = their_class(**config).num_key_value_heads
     assert 1 <= theirs <= 96
     assert ModelConfig.from_dict(config).num_kv_heads == theirs
+
+
+OTHER_NAMES = [
+    (family, other, own)
+    for family, space in SPACES.items()
+    for other, own in CONFIG_MAPPING[space.model_type].attribute_map.items()
+    if own in _READ_AS
+]
+
+
+@pytest.mark.parametrize(("family", "other", "own"), OTHER_NAMES)
+def test_sizes_by_the_other_names_that_transformers_knows_are_read(family: str, other: str, own: str) -> None:
+    space = SPACES[family]
+    for number in range(40):  # until one has the entry, and is served
+        config = draw(space, random.Random(f"{family} {number}")) | {"use_bidirectional_attention": False}
+        if not isinstance(size := config.pop(own, None), int):
+            continue
+        try:
+            found = ModelConfig.from_dict(config | {own: size})
+        except UnsupportedModelError:
+            continue
+        read = ModelConfig.from_dict(config | {other: size})
+        assert _READ_AS[own](read) == _READ_AS[own](found) == size
+        return
+    pytest.skip("none drawn has the entry")

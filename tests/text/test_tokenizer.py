@@ -6,6 +6,7 @@ import sys
 import threading
 
 import pytest
+import transformers
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -73,8 +74,6 @@ class TestLoading:
             Tokenizer.load(source)
 
     def test_an_unreachable_hub_is_reported(self, monkeypatch):
-        import transformers
-
         def unreachable(*_, **__):
             raise OSError("We couldn't connect to 'https://huggingface.co'")
 
@@ -87,6 +86,13 @@ class TestLoading:
         for name, text in files.items():
             (tmp_path / name).write_text(text)
         with pytest.raises(CheckpointError, match=r"has no tokenizer.*skip_tokenizer_init"):
+            Tokenizer.load(tmp_path)
+
+    def test_a_sentencepiece_model_alone_says_which_packages_read_it(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(transformers.utils, "is_sentencepiece_available", lambda: False)
+        (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+        (tmp_path / "tokenizer.model").write_bytes(b"a sentencepiece model")
+        with pytest.raises(CheckpointError, match=r"tokenizer\.model.*pip install sentencepiece protobuf"):
             Tokenizer.load(tmp_path)
 
     @pytest.mark.parametrize("text", ["", "{not json", "[]", '{"model": {"type": "BPE"}}'])

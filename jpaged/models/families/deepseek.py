@@ -172,7 +172,9 @@ def _config(
 ) -> DeepseekConfig:
     """What both spell alike; the numbers are those of transformers where config.json has none."""
     read.refuse(("moe_layer_freq", 1))
-    num_layers, num_experts = read.integer("num_hidden_layers"), read.integer("n_routed_experts", num_experts)
+    num_layers = read.integer("num_hidden_layers")
+    read = read.with_other_names(num_experts="num_local_experts")  # V3's other name, as "num_experts" is V2's
+    num_experts = read.integer("n_routed_experts", read.integer("num_experts", num_experts))
     routing.check(num_experts)
     rank, plain_dim = read.integer("kv_lora_rank", 512), read.integer("qk_nope_head_dim", 128)
     rotated_dim = read.integer("qk_rope_head_dim", 64)

@@ -10,6 +10,7 @@ from flax import nnx
 from jpaged.models.blocks import Decoder, DecoderConfig, ParallelBlock, decoder_fields
 from jpaged.models.collectives import Collectives
 from jpaged.models.config_reader import ConfigReader, divide_into_heads
+from jpaged.models.families.gpt2 import NAMES
 from jpaged.models.layers import MLP, Attention
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
@@ -25,6 +26,7 @@ class GPTJFamily:
 
     def read_config(self, read: ConfigReader) -> DecoderConfig:
         read.refuse(("tie_word_embeddings", False))
+        read = read.with_other_names(**NAMES)
         hidden_size, num_heads = read.integer("n_embd", 4096), read.integer("n_head", 16)
         head_dim = divide_into_heads(hidden_size, num_heads)
         known = {

@@ -38,6 +38,7 @@ class MptFamily:
 
     def read_config(self, read: ConfigReader) -> MptConfig:
         read.refuse(("no_bias", True), ("logit_scale", None), ("expansion_ratio", 4))
+        read = read.with_other_names(d_model="hidden_size", n_heads="num_attention_heads", n_layers="num_hidden_layers")
         attention = read.config.get("attn_config") or {}
         if not isinstance(attention, Mapping):
             raise CheckpointError(f"config.json: attn_config must be an object, got {shown(attention)}.")

@@ -73,7 +73,7 @@ def _read_mixtral(read: ConfigReader) -> SparseLlamaConfig:
     read = read.with_defaults(num_key_value_heads=8)
     fields = sparse_fields(
         read,
-        num_experts=read.integer("num_local_experts", 8),
+        num_experts=read.integer("num_local_experts", read.integer("num_experts", 8)),
         routing=Routing(per_token=read.integer("num_experts_per_tok", 2)),
         default_length=131072,
         default_theta=1e6,
@@ -144,7 +144,7 @@ def _read_dots1(read: ConfigReader) -> SparseLlamaConfig:
     """Huo et al. 2025, arXiv:2506.05767: DeepSeek-V3's router and shared experts, and ordinary attention."""
     read = read.with_defaults(num_key_value_heads=32)
     routing = sigmoid_routing(read)
-    num_experts = read.integer("n_routed_experts")
+    num_experts = read.with_other_names(n_routed_experts="num_local_experts").integer("n_routed_experts")
     fields = sparse_fields(read, num_experts=num_experts, routing=routing, default_length=2048)
     num_layers, expert_size = fields["num_layers"], read.integer("moe_intermediate_size", 1408)
     bias = read.flag("attention_bias", False)
@@ -167,7 +167,7 @@ def _read_glm4_moe(read: ConfigReader) -> SparseLlamaConfig:
     """GLM-4.5 Team 2025, arXiv:2508.06471: as dots.llm1, but half of each head is rotated."""
     read = read.with_defaults(num_key_value_heads=8)
     routing = sigmoid_routing(read, per_token=8, renormalized=True)
-    num_experts = read.integer("n_routed_experts", 128)
+    num_experts = read.integer("n_routed_experts", read.integer("num_local_experts", 128))
     fields = sparse_fields(
         read,
         num_experts=num_experts,
