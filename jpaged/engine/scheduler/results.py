@@ -37,6 +37,15 @@ class RequestUpdate(NamedTuple):
     new_token_ids: list[int]
 
 
+def joined(updates: Sequence[RequestUpdate]) -> list[RequestUpdate]:
+    """One update a sequence of those of several steps: nothing is expected after one of a sequence that has ended."""
+    found: dict[int, RequestUpdate] = {}
+    for request, new_token_ids in updates:
+        before = found.get(id(request))
+        found[id(request)] = RequestUpdate(request, (before.new_token_ids if before else []) + new_token_ids)
+    return list(found.values())
+
+
 _update = partial(tuple.__new__, RequestUpdate)
 """Makes one of a pair in half the time that the class takes."""
 
