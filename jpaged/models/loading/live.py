@@ -36,7 +36,7 @@ _AT_ONCE = 16
 mixtures have thousands."""
 
 _COPIED_AT_ONCE = COPIED_BYTES // 4
-"""Bytes of those that are copied before: others are on their way while it runs. Larger arrays are cut, if they can be."""
+"""Bytes of those that are copied before: others are on their way while it runs. Larger ones are cut, if they can be."""
 
 
 @dataclass(frozen=True)
