@@ -36,6 +36,7 @@ from jpaged.api.errors import EngineDeadError
 from jpaged.api.weights import InFlight
 from jpaged.engine.interface import Executor, StepHandle, StepPlan
 from jpaged.engine.pace import Pace
+from jpaged.engine.scheduler.results import joined
 from jpaged.engine.scheduler.scheduler import NoPlan, RequestUpdate, Scheduler
 from jpaged.engine.sequences.request import Request
 from jpaged.engine.stats import EngineStats
@@ -194,7 +195,7 @@ class EngineCore:
         while self._in_flight:
             self._settled += self._read_oldest()
         self.scheduler.settle()
-        self._settled = _joined(self._settled + self.scheduler.take_updates())
+        self._settled = joined(self._settled + self.scheduler.take_updates())
 
     def take_new_weights(self, in_flight: InFlight) -> None:
         """As `Scheduler.take_new_weights`, once all that is in flight has been read: its tokens are of the old weights.
@@ -257,14 +258,3 @@ class EngineCore:
         if self.observer is not None:
             self.observer.read(plan)
         return self.scheduler.update(plan, result)
-
-
-def _joined(updates: list[RequestUpdate]) -> list[RequestUpdate]:
-    """Joins the updates of several steps to one for each sequence. Its request already says how the sequence has ended,
-    so a caller would take the first of two updates for the last one.
-    """
-    joined: dict[int, RequestUpdate] = {}
-    for request, new_token_ids in updates:
-        before = joined.get(id(request))
-        joined[id(request)] = RequestUpdate(request, (before.new_token_ids if before else []) + new_token_ids)
-    return list(joined.values())

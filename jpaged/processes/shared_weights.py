@@ -50,7 +50,7 @@ class SharedWeights:
                 dtype = np.dtype(array.dtype)
             except TypeError as error:  # of JAX's own, as of random keys
                 raise InvalidParameterError(f"weights: {name!r} has type {array.dtype}, not a number's.") from error
-            if dtype.kind not in _NUMBERS:
+            if dtype.kind not in _NUMBERS or dtype.type is np.void:
                 raise InvalidParameterError(f"weights: {name!r} has type {dtype}, not a number's.")
             if not dtype.isnative:
                 raise InvalidParameterError(

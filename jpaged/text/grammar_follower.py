@@ -120,8 +120,10 @@ class Follower:
         """What has come. Raises what following the grammars raised. waits: for something."""
         while True:
             self._pump()
-            answers = list(self._answers)
-            self._answers.clear()
+            answers: list[Answer] = []
+            with suppress(IndexError):
+                while True:  # another thread that asks the same shards appends those that come meanwhile
+                    answers.append(self._answers.popleft())
             while not self._late.empty():
                 late = self._late.get()
                 if isinstance(late, BaseException):

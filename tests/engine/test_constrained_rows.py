@@ -664,6 +664,27 @@ def test_a_grammar_that_cannot_be_followed_ends_its_sequence_with_what_there_is(
     engine.assert_idle()
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_token_that_is_allowed_and_the_failure_behind_it_are_told_in_one_update(depth):
+    """Of two updates the first would say already that the sequence has ended."""
+
+    class WithoutSomeMasks(MadeUpGrammars):
+        def make_masks(self, guides):
+            made = super().make_masks(guides)
+            return ["no mask" if guide.state % 3 == 0 else mask for guide, mask in zip(guides, made, strict=True)]
+
+    engine = engine_of(WithoutSomeMasks(share=0.6), pipeline_depth=depth)
+    requests = [constrained(f"constrained {i}", 4 + i, 60) for i in range(12)]
+    engine.add(*requests)
+    while engine.core.has_unfinished():
+        time.sleep(0.002)  # places and masks of a step have come
+        engine.step()
+    assert sum(request.stop_reason == "no mask" for request in requests) > 3
+    for request in requests:
+        assert request.output_token_ids == expected_tokens(request)[: len(request.output_token_ids)]
+        assert engine.reported.get(request.request_id, []) == request.output_token_ids
+
+
 @pytest.mark.parametrize("num_known", [1, 2, 3, 7, 19])
 @pytest.mark.parametrize("share", [0, 1])
 def test_a_request_goes_on_in_another_engine_under_the_masks_of_all_its_tokens(share, num_known):

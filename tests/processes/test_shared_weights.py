@@ -53,6 +53,8 @@ def test_what_is_no_array_or_is_gone_is_named():
         ({"a": jnp.zeros(2), "b": gone}, "'b' cannot be copied to the host: .*deleted"),
         ({"a": np.array([None, 1.0])}, "'a' has type object, not a number's"),
         ({"a": np.array(["1.0"])}, "'a' has type <U3, not a number's"),
+        ({"a": np.zeros(2, "V4")}, "'a' has type .*V4, not a number's"),
+        ({"a": np.zeros(2, [("b", "f4")])}, r"'a' has type \[\('b', '<f4'\)\], not a number's"),
         ({"a": np.zeros(2, ">f4")}, "'a' has type >f4, in another order of bytes"),
         ({"a": np.ma.masked_array([1.0, 2.0], [False, True])}, "'a' is masked"),
         ((jnp.zeros(2),), "weights must map names to arrays, got tuple"),

@@ -6,6 +6,8 @@ import socket
 import subprocess
 import threading
 import time
+from collections import deque
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -17,6 +19,7 @@ from jpaged.assets import demo_model_path
 from jpaged.engine.constraints.following import Job
 from jpaged.text import frames, grammar_guides, grammar_process
 from jpaged.text.grammar_compiler import GrammarCompiler
+from jpaged.text.grammar_follower import Follower
 from jpaged.text.grammar_process import Changes, Followed, KeptMasks, Made, MakeMasks, MaskNumbers, Place, Places
 from jpaged.text.grammar_shards import Shard
 from jpaged.text.grammars import GrammarTokenizer
@@ -287,3 +290,31 @@ def test_what_is_to_come_fails_once_all_is_closed_and_nothing_starts_again(compi
         compiler.compile(Structured(regex="[cd]{3}")).result()
     assert compiler._process is process
     assert not process.is_alive
+
+
+class SharedAnswers(deque):
+    """To which another thread appends an answer after each look at them, as long as it has `more`."""
+
+    more = 3
+
+    def _append_more(self) -> None:
+        if self.more:
+            self.append(self.more)
+            self.more -= 1
+
+    def __iter__(self):
+        found = list(super().__iter__())
+        self._append_more()
+        return iter(found)
+
+    def popleft(self):
+        found = super().popleft()
+        self._append_more()
+        return found
+
+
+def test_no_answer_is_lost_that_another_thread_takes_from_a_shard_meanwhile():
+    """As one does that takes sequences up in other processes, or for another engine."""
+    follower = Follower(mock.Mock())
+    follower._answers = SharedAnswers([4])
+    assert follower.take_all() + follower.take_all() == [4, 3, 2, 1]

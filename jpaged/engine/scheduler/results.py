@@ -37,6 +37,16 @@ class RequestUpdate(NamedTuple):
     new_token_ids: list[int]
 
 
+def joined(updates: Sequence[RequestUpdate]) -> list[RequestUpdate]:
+    """The updates of several steps as one for each sequence. A request says already how it has ended, so a caller would
+    take the first of two for the last."""
+    found: dict[int, RequestUpdate] = {}
+    for request, new_token_ids in updates:
+        before = found.get(id(request))
+        found[id(request)] = RequestUpdate(request, (before.new_token_ids if before else []) + new_token_ids)
+    return list(found.values())
+
+
 _update = partial(tuple.__new__, RequestUpdate)
 """Makes one of a pair in half the time that the class takes."""
 

@@ -28,7 +28,7 @@ from jpaged.engine.limits import RequestLimits
 from jpaged.engine.scheduler.inspection import Inspection
 from jpaged.engine.scheduler.planning import NoPlan, Planner
 from jpaged.engine.scheduler.preemption import Preemption
-from jpaged.engine.scheduler.results import RequestUpdate, Results
+from jpaged.engine.scheduler.results import RequestUpdate, Results, joined
 from jpaged.engine.scheduler.state import SchedulerState
 from jpaged.engine.scheduler.tenants import Tenants
 from jpaged.engine.scheduler.waiting_queue import WaitingQueue
@@ -159,11 +159,14 @@ class Scheduler:
             self._take_confirmed()
             is_due = bool(self._tenants.prefilling) or bool(len(self.slots.decodable()))
             self._tenants.prefilling[:0] = self._dependents.prepare(None if is_due else num_queued())
-            for ended, unreported in self._dependents.failed():
+            failed = self._dependents.failed()
+            for ended, unreported in failed:
                 update = self._results.end(ended)
                 self._updates.append(
                     update._replace(new_token_ids=unreported) if update.request.reports_each_token else update
                 )
+            if failed:  # some of which may have got a token just now
+                self._updates = joined(self._updates)
         return self._planner.plan()
 
     @property

@@ -18,8 +18,8 @@ floor is a number above which the groups' largest logits weigh the share, if the
 that have a logit above the floor, and in them the tokens. Up to 1,024 tokens stay in registers, a few a thread, for all
 that follows; of more, every pass reads the listed groups again.
 
-Noise is computed where it can win: a warp leaves a tile out if no token of it comes within reach of its best. So a
-quarter's best token may be another one where rows are few; the best of a part's quarters never is, nor any mass.
+Noise is computed where it can win: a warp leaves a tile out if no token of it comes within reach of its best. A warp
+that scans a whole part may so miss the best token of a later quarter, but never the best of the part, nor any mass.
 """
 
 import math
