@@ -21,14 +21,6 @@ from jpaged.models.norms import LayerNorm
 from jpaged.models.parameters import Normal, parameter
 from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin_stream
 
-NAMES = {
-    "n_embd": "hidden_size",
-    "n_head": "num_attention_heads",
-    "n_layer": "num_hidden_layers",
-    "n_positions": "max_position_embeddings",
-}
-"""What GPT-2 and GPT-J call sizes, and what other families call them."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class GPT2Config(ModelConfig):
@@ -89,7 +81,12 @@ class GPT2Family:
     derived_tensors = r"\.attn\.(masked_)?bias$"
 
     def read_config(self, read: ConfigReader) -> GPT2Config:
-        read = read.with_other_names(**NAMES)
+        read = read.with_other_names(
+            n_embd="hidden_size",
+            n_head="num_attention_heads",
+            n_layer="num_hidden_layers",
+            n_positions="max_position_embeddings",
+        )
         hidden_size = read.integer("n_embd", 768)
         num_heads = read.integer("n_head", 12)
         num_layers = read.integer("n_layer", 12)

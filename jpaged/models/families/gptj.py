@@ -10,7 +10,6 @@ from flax import nnx
 from jpaged.models.blocks import Decoder, DecoderConfig, ParallelBlock, decoder_fields
 from jpaged.models.collectives import Collectives
 from jpaged.models.config_reader import ConfigReader, divide_into_heads
-from jpaged.models.families.gpt2 import NAMES
 from jpaged.models.layers import MLP, Attention
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
@@ -26,7 +25,12 @@ class GPTJFamily:
 
     def read_config(self, read: ConfigReader) -> DecoderConfig:
         read.refuse(("tie_word_embeddings", False))
-        read = read.with_other_names(**NAMES)
+        read = read.with_other_names(
+            n_embd="hidden_size",
+            n_head="num_attention_heads",
+            n_layer="num_hidden_layers",
+            n_positions="max_position_embeddings",
+        )
         hidden_size, num_heads = read.integer("n_embd", 4096), read.integer("n_head", 16)
         head_dim = divide_into_heads(hidden_size, num_heads)
         known = {
