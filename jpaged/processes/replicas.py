@@ -448,7 +448,8 @@ class ReplicatedEngine(RequestIntake):
         return values
 
     def _change(
-        self, question: wire.ResetPrefixCache | wire.PinPrefix | wire.UnpinPrefix | wire.Sleep | wire.WakeUp | wire.SetPaused
+        self,
+        question: wire.ResetPrefixCache | wire.PinPrefix | wire.UnpinPrefix | wire.Sleep | wire.WakeUp | wire.SetPaused,
     ) -> list[int]:
         """Changes the replicas or their prefix caches, and with them a request's limits, which pinned blocks lower."""
         answers = self._ask_all(question, wire.Changed)
