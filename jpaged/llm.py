@@ -370,11 +370,8 @@ class LLM:
     def _turn(self) -> Iterator[Interruptible]:
         """Holds the turn for one thread's call; other threads wait. A Ctrl-C raises where the call checks for it, or at
         its end, never within a step."""
-        with self._turns:
-            with Interruptible() as interrupt:
-                yield interrupt
-            if interrupt.requested:
-                raise KeyboardInterrupt
+        with self._turns, _interruptible() as interrupt:
+            yield interrupt
 
     def chat(
         self,
@@ -509,19 +506,15 @@ class LLM:
         """Stops another thread's call between two steps, until `resume`. The devices are idle when this returns. A call
         that begins before `resume` raises JPagedError.
         """
-        with Interruptible() as interrupt, self._between_steps:
+        with _interruptible(), self._between_steps:
             self.engine.pause()
             self._runs.clear()
-        if interrupt.requested:
-            raise KeyboardInterrupt
 
     def resume(self) -> None:
         """Goes on where `pause` left off."""
-        with Interruptible() as interrupt, self._between_steps:
+        with _interruptible(), self._between_steps:
             self.engine.resume()
             self._runs.set()
-        if interrupt.requested:
-            raise KeyboardInterrupt
 
     def update_weights(self, weights: Any, *, partial: bool = False, in_flight: InFlight = "recompute") -> None:
         """Gives the model other weights, in place: nothing is compiled but, the first time, the programs that write
@@ -540,10 +533,8 @@ class LLM:
                 Or an array is the engine's own, or JAX is tracing. The engine goes on with the weights that it has.
             EngineDeadError: the device failed in the middle; the engine is of no more use.
         """
-        with Interruptible() as interrupt, self._between_steps:
+        with _interruptible(), self._between_steps:
             self.engine.update_weights(weights, partial=partial, in_flight=in_flight)
-        if interrupt.requested:
-            raise KeyboardInterrupt
 
     def weights_as(self, form: "WeightsForm") -> Any:
         """Copies of the weights, in a form that `update_weights` takes.
@@ -559,11 +550,8 @@ class LLM:
 
     def get_metrics(self) -> EngineStats:
         """Counters and occupancy of the engine. During another thread's call they are read between two of its steps."""
-        with Interruptible() as interrupt, self._between_steps:
-            metrics = self.engine.get_metrics()
-        if interrupt.requested:
-            raise KeyboardInterrupt
-        return metrics
+        with _interruptible(), self._between_steps:
+            return self.engine.get_metrics()
 
     def _params_for(
         self, num_prompts: int, sampling_params: SamplingParams | Sequence[SamplingParams] | None
@@ -671,6 +659,15 @@ def _start_engine(args: EngineArgs, weights: Any) -> LLMEngine | ReplicatedEngin
             " load_format='dummy'."
         )
     return ReplicatedEngine(args)
+
+
+@contextmanager
+def _interruptible() -> Iterator[Interruptible]:
+    """`Interruptible` for what its body does, at whose end a Ctrl-C that came meanwhile raises."""
+    with Interruptible() as interrupt:
+        yield interrupt
+    if interrupt.requested:
+        raise KeyboardInterrupt
 
 
 @contextmanager

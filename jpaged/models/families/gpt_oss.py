@@ -60,10 +60,8 @@ class GptOssFamily:
             usual["rope_scaling"] = ROPE_SCALING
         read = read.with_entries(**{name: value for name, value in usual.items() if read.config.get(name) is None})
         fields = decoder_fields(read, head_dim=64, default_length=131072, rope={"theta": 150000.0})
-        num_layers, num_experts = (
-            fields["num_layers"],
-            read.integer("num_local_experts", read.integer("num_experts", 128)),
-        )
+        num_layers = fields["num_layers"]
+        num_experts = read.integer("num_local_experts", read.integer("num_experts", 128))
         kinds = read.layer_kinds(num_layers)
         if read.optional_positive("sliding_window", 128) is None:
             kinds = ("full_attention",) * num_layers

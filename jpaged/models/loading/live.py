@@ -57,20 +57,18 @@ class Write:
         target: where it is copied to. shard_axis: axis of the parameter that is split over devices; the array is cut
         along another one.
         """
-        size, shape, parameter_axis = copied_bytes(self.array, target), tuple(self.array.shape), self.layout.axes.index
-        is_plain = self.layout == Layout(shape, self.layout.axes)
-        if size <= _COPIED_AT_ONCE or not is_plain or not isinstance(self.array, np.ndarray):
-            yield self
-            return
-        axis = next((axis for axis in range(len(shape)) if parameter_axis(axis) != shard_axis), None)
-        if axis is None:  # of a vector, which is not large
+        size, shape, axes = copied_bytes(self.array, target), tuple(self.array.shape), self.layout.axes
+        is_plain = self.layout == Layout(shape, axes)
+        # The parameter's axis `axes.index(axis)` is the array's `axis`. A vector may have none to be cut along.
+        axis = next((axis for axis in sorted(axes) if axes.index(axis) != shard_axis), None)
+        if size <= _COPIED_AT_ONCE or not is_plain or axis is None or not isinstance(self.array, np.ndarray):
             yield self
             return
         count = max(1, shape[axis] * _COPIED_AT_ONCE // size)
         for first in range(0, shape[axis], count):
             array = self.array[(slice(None),) * axis + (slice(first, first + count),)]
             offsets = list(self.offsets)
-            offsets[parameter_axis(axis)] += first
+            offsets[axes.index(axis)] += first
             yield replace(self, array=array, layout=replace(self.layout, split=array.shape), offsets=tuple(offsets))
 
 
