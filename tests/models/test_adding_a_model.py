@@ -32,6 +32,7 @@ def files(tmp_path: Path) -> Path:
 def test_a_family_in_a_file_gives_the_greedy_tokens_of_transformers(files: Path, option: str) -> None:
     """Over two devices of one process; and in two processes of one device, which learn of it by the environment."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    flags += " --xla_backend_optimization_level=0"  # these programs take longer to compile than to run
     environment = os.environ | {
         MODULES_VARIABLE: "phi.py",
         "JAX_PLATFORMS": "cpu",

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.pallas_kernels.paged import make_world
 
-few = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+few = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 # Shapes come from short lists, since each new one is compiled; lengths and contents are what is drawn.
 shapes = st.sampled_from([(4, 4, 16), (8, 2, 64), (4, 1, 80), (6, 2, 96), (4, 2, 128), (2, 1, 256)])

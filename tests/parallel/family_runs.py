@@ -1,5 +1,6 @@
 """What `tests/test_families.py` has done in a process of eight devices: models run by every path of the engine."""
 
+import os
 import tempfile
 from dataclasses import replace
 from typing import Any
@@ -47,8 +48,14 @@ UNSPLIT |= {
 
 FOUR_ONLY = {"qwen3.5", "gemma3", "olmo3", "granite4-rope", "granite4-h-all-options", "command-r7b"}
 FOUR_ONLY |= {"falcon-40b-style", "falcon-rw-style", "pythia", "gptj", "bloom", "mpt"}
-"""Models that are split over four devices and not over two: another of their family is, or two differ from four in
-nothing, since no key-value head is stored more than once."""
+FOUR_ONLY |= {"olmo2", "exaone4-32b-style", "granite", "granite4-h-micro", "lfm2-1.2b-style", "nemotron-h-8b-style"}
+FOUR_ONLY |= {"glm4", "command-r-plus", "stablelm-12b-style", "starcoder2", "smollm3", "hunyuan-a13b-style"}
+FOUR_ONLY |= {"minimax-m2", "glm4.5-style", "ernie4.5-moe"}
+"""Models that are split over four devices and not over two: another of their family or of their blocks is, or two
+differ from four in nothing, since no key-value head is stored more than once. With `ALL_DEGREES` they are, too."""
+
+ALL_DEGREES = "JPAGED_TESTS_ALL_DEGREES"
+"""An environment variable; not empty, every model that is split is so over two devices and over four."""
 
 EXPANDED = {"deepseek-v2-lite", "deepseek-v3"}
 """Models with latents whose programs for prompts make keys and values of heads, as larger programs do."""
@@ -86,7 +93,7 @@ def degrees(name: str) -> tuple[int, ...]:
     """How many devices the model is split over."""
     if name in UNSPLIT:
         return ()
-    return (4,) if name in FOUR_ONLY else (2, 4)
+    return (4,) if name in FOUR_ONLY and not os.environ.get(ALL_DEGREES) else (2, 4)
 
 
 def prompts() -> list[list[int]]:

@@ -18,7 +18,7 @@ CONSTRAINTS: tuple[dict[str, Any], ...] = (
 
 
 def answers_by_layout() -> dict[str, list[list[int]]]:
-    """Tokens of the same requests on one device, on two shards, and on two replicas of two shards."""
+    """Tokens of the same requests on one device, and on two replicas of two shards."""
     params = [
         SamplingParams(temperature=1, seed=i, max_tokens=60, structured_outputs=StructuredOutputsParams(**constraint))
         for i, constraint in enumerate(CONSTRAINTS * 2)
@@ -26,7 +26,6 @@ def answers_by_layout() -> dict[str, list[list[int]]]:
     params.append(SamplingParams(temperature=0, max_tokens=20))
     layouts: dict[str, dict[str, Any]] = {
         "one": {},
-        "two shards": {"tensor_parallel_size": 2},
         "two replicas": {"tensor_parallel_size": 2, "data_parallel_size": 2},
     }
     sizes = DEMO_ENGINE | {"max_num_seqs": 8, "decode_buckets": (8,)}

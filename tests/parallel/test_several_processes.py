@@ -38,6 +38,7 @@ print(json.dumps(found))
 
 def environment(devices: int) -> dict[str, str]:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+    flags += " --xla_backend_optimization_level=0"  # these programs take longer to compile than to run
     return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
 
 

@@ -3,8 +3,7 @@
 from tests.parallel.eight_devices import call_with_eight_devices
 
 
-def test_answers_are_those_of_one_device_on_shards_and_on_replicas():
+def test_answers_are_those_of_one_device_on_replicas_of_shards():
     found = call_with_eight_devices("tests.parallel.structured_runs:answers_by_layout")
-    assert found["two shards"] == found["one"]
     assert found["two replicas"] == found["one"]
     assert all(found["one"])

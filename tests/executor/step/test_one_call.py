@@ -1,6 +1,7 @@
 """Decode steps that are one program: the tokens of body and head, whatever runs beside them and whatever the model."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -22,22 +23,22 @@ from jpaged.executor.step.kinds import step_programs
 from jpaged.executor.step.one_call import DecodeAndSample
 from jpaged.executor.step.program import Setup
 from jpaged.models import ModelConfig, build
+from tests.support.small_demo import small_demo
 from tests.tiny_models import DEMO_ENGINE, TINY_ENGINE, VOCAB_SIZE, tiny_model, write_tiny_model
 
 ROWS = 4
 """Rows of the smaller of two decode programs, which is one call."""
 SIZES: dict[str, Any] = {"decode_buckets": (ROWS, 32), "token_buckets": (128,)}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "attention": ("llama-gqa-d64-tied", {}),
+    "shared": ("llama-gqa-d64-tied", {"shared_prefix_attention": True}),
+    "invariant": ("llama-biases", {"batch_invariant": True}),
     "experts": ("qwen3-moe-some-layers", {"expert_load": True}),
     "recurrent": ("qwen3.5", {"state_snapshot_tokens": 4, "num_state_snapshots": 16}),
-    "invariant": ("llama-biases", {"batch_invariant": True}),
-    "shared": ("llama-gqa-d64-tied", {"shared_prefix_attention": True}),
 }
 
 
-def started(args: EngineArgs, rows: int) -> LLMEngine:
-    with mock.patch.object(startup, "one_call_rows", return_value=rows):
+def started(args: EngineArgs) -> LLMEngine:
+    with mock.patch.object(startup, "one_call_rows", return_value=ROWS):
         return LLMEngine(args)
 
 
@@ -45,16 +46,11 @@ def started(args: EngineArgs, rows: int) -> LLMEngine:
     scope="module",
     params=[pytest.param(name, marks=pytest.mark.xdist_group(f"one call, {name}")) for name in CASES],
 )
-def engines(request, tmp_path_factory) -> tuple[LLMEngine, LLMEngine]:
-    """With decode steps of two calls, and of one up to `ROWS` rows."""
+def engine(request, tmp_path_factory) -> LLMEngine:
+    """With decode steps of one call up to `ROWS` rows."""
     name, options = CASES[request.param]
     directory = write_tiny_model(tiny_model(name), tmp_path_factory.mktemp("tiny"), use_torch=False)
-    args = EngineArgs(**TINY_ENGINE | SIZES | {"model": str(directory)} | options)
-    return started(args, 0), started(args, ROWS)
-
-
-def greedy(index: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=5 + index)
+    return started(EngineArgs(**TINY_ENGINE | SIZES | {"model": str(directory)} | options))
 
 
 def any_kind(index: int) -> SamplingParams:
@@ -91,28 +87,32 @@ def run(engine: LLMEngine, params: Callable[[int], SamplingParams]) -> dict[str,
     return found
 
 
-def kinds_called(engine: LLMEngine, params: Callable[[int], SamplingParams]) -> tuple[dict[str, Any], list[str]]:
-    """As `run`; and the kinds of the programs called, in order."""
+def kinds_called(
+    engine: LLMEngine, params: Callable[[int], SamplingParams], one_call: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """As `run`; and the kinds of the programs called, in order. one_call: steps may be one call, where they are few."""
     called, call = [], engine.startup.runner._run
 
     def noted(program, **inputs):
         called.append(program.kind)
         return call(program, **inputs)
 
-    with mock.patch.object(engine.startup.runner, "_run", noted):
+    engine.reset_prefix_cache()
+    with ExitStack() as changed:
+        changed.enter_context(mock.patch.object(engine.startup.runner, "_run", noted))
+        if not one_call:
+            changed.enter_context(mock.patch.object(ExecutorConfig, "is_one_call", return_value=False))
         return run(engine, params), called
 
 
-@pytest.mark.parametrize("params", [greedy, any_kind])
-def test_tokens_and_ends_are_those_of_two_calls(engines, monkeypatch, params):
+def test_tokens_and_ends_are_those_of_two_calls(engine, monkeypatch):
     monkeypatch.setattr(executor_config, "LEAST_SAVED_TOKENS", 1)
-    two, one = engines
-    expected, of_two = kinds_called(two, params)
-    found, of_one = kinds_called(one, params)
+    expected, of_two = kinds_called(engine, any_kind, one_call=False)
+    load = engine.get_metrics().expert_load
+    found, of_one = kinds_called(engine, any_kind, one_call=True)
     assert found == expected
     assert any(reason == "length" for outputs in found.values() for _, reason, _ in outputs)
-    if params is any_kind:
-        assert any(isinstance(stopped_by, int) for outputs in found.values() for _, _, stopped_by in outputs)
+    assert any(isinstance(stopped_by, int) for outputs in found.values() for _, _, stopped_by in outputs)
     assert "decode_and_sample" not in of_two
     num_whole = of_one.count("decode_and_sample")
     assert num_whole > 4  # few where most steps read a shared prefix once
@@ -122,12 +122,13 @@ def test_tokens_and_ends_are_those_of_two_calls(engines, monkeypatch, params):
     assert of_one.count("decode") == of_two.count("decode") - num_whole
     for name in ("shared_decode", "copy_states"):
         assert of_one.count(name) == of_two.count(name)
-    assert one.get_metrics().expert_load == two.get_metrics().expert_load
+    if load is not None:
+        twice = tuple(tuple(2 * count for count in layer) for layer in load.tokens)
+        assert engine.get_metrics().expert_load.tokens == twice
 
 
-def test_all_that_is_kept_on_the_device_is_updated_in_place(engines):
-    _, one = engines
-    runner = one.startup.runner
+def test_all_that_is_kept_on_the_device_is_updated_in_place(engine):
+    runner = engine.startup.runner
     compiled = runner._programs[DecodeAndSample(ROWS, SamplingVariant.GREEDY)]
     donated = sum(leaf.nbytes for name in compiled.signature.updates for leaf in jax.tree.leaves(runner._held[name]))
     assert compiled.alias_bytes == donated + 2 * ROWS * 4  # and tokens, over earlier ones
@@ -136,16 +137,15 @@ def test_all_that_is_kept_on_the_device_is_updated_in_place(engines):
 
 
 @pytest.mark.xdist_group("one call, constraints")
-def test_rows_under_constraints_and_what_runs_ahead_of_them_are_two_calls():
-    args = EngineArgs(**DEMO_ENGINE, verbose=False)
-    two, one = started(args, 0), started(args, ROWS)
+def test_rows_under_constraints_and_what_runs_ahead_of_them_are_two_calls(tmp_path):
+    engine = started(EngineArgs(**DEMO_ENGINE, model=str(small_demo(tmp_path / "model")), verbose=False))
 
     def params(index: int) -> SamplingParams:
         constraint = StructuredOutputsParams(regex="[a-z]{3,9} [0-9]+") if index % 3 == 1 else None
         return SamplingParams(temperature=0.7, seed=index, max_tokens=4 + index, structured_outputs=constraint)
 
-    expected, _ = kinds_called(two, params)
-    found, called = kinds_called(one, params)
+    expected, _ = kinds_called(engine, params, one_call=False)
+    found, called = kinds_called(engine, params, one_call=True)
     assert found == expected
     # How many of each depends on how long masks take.
     assert called.count("decode_and_sample") > 4 < called.count("decode")

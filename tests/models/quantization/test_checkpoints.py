@@ -105,8 +105,17 @@ def test_weights_are_those_of_the_published_layout_to_the_bit(layout, plain, tmp
     assert ours[0].num_bytes < 0.6 * model.num_bytes
 
 
-@pytest.mark.parametrize("layout", ["fp8-blocks", "awq"])
-@pytest.mark.parametrize("name", ["bamba", "qwen3.5", "qwen3-next", "lfm2-1.2b-style", "nemotron3-super-style"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("bamba", "fp8-blocks"),
+        ("bamba", "awq"),
+        ("qwen3.5", "awq"),
+        ("qwen3-next", "fp8-blocks"),
+        ("lfm2-1.2b-style", "awq"),
+        ("nemotron3-super-style", "fp8-blocks"),
+    ],
+)
 def test_so_are_those_of_recurrent_layers(layout, name, tmp_path):
     """Whose products are joined of parts of one tensor, or of several."""
     sizes = {

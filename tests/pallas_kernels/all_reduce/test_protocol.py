@@ -21,6 +21,10 @@ from jpaged.pallas_kernels.all_reduce import hopper as kernel
 
 CTAS, AHEAD, WORDS = 3, 2, 2
 """Instead of 264, 4 and thousands, so that few rows go through all of the loop. A thread has one word of a row."""
+GENERATIONS = (0, 2**31 - 3, -2)
+SIZES = [(devices, rows) for rows in (2, CTAS, CTAS * AHEAD + 1, CTAS * AHEAD * 4 + 2) for devices in (2, 3, 4, 8)]
+CASES = [(*sizes, GENERATIONS[i % len(GENERATIONS)]) for i, sizes in enumerate(SIZES)]
+"""Devices, most rows of a call, and the number of the first call: each number meets each of devices and of rows."""
 
 
 class Array(np.ndarray):
@@ -182,9 +186,7 @@ class Devices:
         self.inboxes[device].reshape(-1)[word] = value
 
 
-@pytest.mark.parametrize("devices", [2, 3, 4, 8])
-@pytest.mark.parametrize("max_rows", [2, CTAS, CTAS * AHEAD + 1, CTAS * AHEAD * 4 + 2])
-@pytest.mark.parametrize("generation", [0, 2**31 - 3, -2])
+@pytest.mark.parametrize(("devices", "max_rows", "generation"), CASES)
 def test_each_device_adds_all_devices_rows_of_the_same_call_in_order_and_none_waits_for_ever(
     steps_of_call, devices, max_rows, generation
 ):

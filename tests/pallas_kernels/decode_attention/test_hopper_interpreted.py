@@ -73,8 +73,8 @@ def cut(monkeypatch):
     ("lens", "heads", "kv_heads", "block_size", "options"),
     [
         ([300, 0, 65], 8, 2, 16, {}),
-        ([300, 1, 256], 4, 2, 32, {"sliding_window": 100, "logit_softcap": 4.0, "alibi": True}),
-        ([130, 128], 6, 2, 128, {"alibi": True}),  # groups of 3 heads start anywhere in a tile of queries
+        # groups of 3 heads start anywhere in a tile of queries
+        ([300, 1, 256], 6, 2, 128, {"sliding_window": 100, "logit_softcap": 4.0, "alibi": True}),
         ([600], 4, 4, 64, {}),  # three chunks, the last of them less than a leaf
     ],
 )

@@ -46,7 +46,7 @@ def test_decode_attention_is_right_for_ragged_rows_in_shuffled_blocks(backend, d
 
 @pytest.mark.parametrize("backend", WITH_TRITON)
 def test_one_very_long_sequence_among_short_ones(backend):
-    world = make_world(3, [1, 5000, 17, 2], kv_heads=2, head_dim=16, block_size=16)
+    world = make_world(3, [1, 1500, 17, 2], kv_heads=2, head_dim=16, block_size=16)
     q = random_queries(3, 4, 4, 16, "float32")
     out = decode_attention(q, world.pool, world.tables, world.lens, backend=backend)
     assert_close(out, expected_decode(world, np.asarray(q))[0], "float32")

@@ -61,19 +61,19 @@ def expected(world, arguments):
 
 
 @backends
-@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(
-    ("queries", "cached", "num_decodes", "dtype"),
+    ("queries", "cached", "num_decodes", "dtype", "apart"),
     [
-        ([1, 1, 0, 17, 1, 33, 0], [40, 0, 0, 30, 5, 0, 7], 2, "float32"),
-        ([1, 1, 20, 16, 1], [90, 3, 0, 64, 0], 2, "bfloat16"),
-        ([64], [100], 0, "float32"),
-        ([1] * 6, [3, 0, 18, 99, 16, 31], 6, "float32"),
+        ([1, 1, 0, 17, 1, 33, 0], [40, 0, 0, 30, 5, 0, 7], 2, "float32", False),
+        ([1, 1, 0, 17, 1, 33, 0], [40, 0, 0, 30, 5, 0, 7], 2, "float32", True),
+        ([1, 1, 20, 16, 1], [90, 3, 0, 64, 0], 2, "bfloat16", True),
+        ([64], [100], 0, "float32", False),
+        ([1] * 6, [3, 0, 18, 99, 16, 31], 6, "float32", True),
     ],
-    ids=["mixed", "in 16 bits", "one chunk", "no chunk"],
+    ids=["mixed", "mixed, apart", "in 16 bits, apart", "one chunk", "no chunk, apart"],
 )
 def test_a_step_with_chunks_is_that_of_keys_and_values_of_heads(
-    backend, apart, queries, cached, num_decodes, dtype, monkeypatch
+    backend, queries, cached, num_decodes, dtype, apart, monkeypatch
 ):
     if apart:  # as large steps compute their decode rows, where there are kernels
         monkeypatch.setattr(mixed_attention, "LEAST_TOKENS", 1)
