@@ -263,7 +263,7 @@ class PromptTokensDetails(Struct):
 
 
 class CompletionTokensDetails(Struct):
-    """Of the tokens that were generated, those of the reasoning's text."""
+    """Of the tokens that were generated, those of the reasoning, without its marks."""
 
     reasoning_tokens: int
 

@@ -180,15 +180,19 @@ def test_reasoning_comes_apart_and_its_budget_ends_it(server):
 def test_usage_counts_reasoning_tokens_shown_or_not_and_streamed(server):
     thinks = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 6, "max_tokens": 20}
     several = {"chat_template_kwargs": {"enable_thinking": True}, "max_tokens": 700, "n": 2, "temperature": 1}
+    (end,) = server.client.post("/tokenize", json={"prompt": "</think>", "add_special_tokens": False}).json()["tokens"]
     counted = []
     for body in (thinks, several, thinks | {"include_reasoning": False}):
-        whole = chat(server, **body).json()
+        whole = chat(server, **body, return_token_ids=True).json()
         details = whole["usage"]["completion_tokens_details"]
         counted.append(details)
         shown = [choice["message"].get("reasoning") for choice in whole["choices"]]
         if body.get("include_reasoning", True):
-            texts = [{"prompt": text or "", "add_special_tokens": False} for text in shown]
-            counts = [server.client.post("/tokenize", json=text).json()["count"] for text in texts]
+            counts = []
+            for choice in whole["choices"]:
+                ids = choice["token_ids"]
+                generated = len(ids) - (choice["finish_reason"] == "stop")  # what ends an answer is no thought
+                counts.append(ids.index(end) if end in ids else generated)
             assert 0 < details["reasoning_tokens"] == sum(counts) <= whole["usage"]["completion_tokens"]
         else:
             assert (shown, details) == ([None], counted[0])
