@@ -159,6 +159,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     suffix: Unsupported = None
     prompt_embeds: Unsupported = None
+    thinking_token_budget: Unsupported = None
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True):
@@ -231,6 +232,7 @@ _ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "verbosity": ("medium",),
     "stream_reasoning": (True,),
+    "thinking_token_budget": (-1,),
     **dict.fromkeys(("no_stop_trim", "return_hidden_states", "return_prompt_token_ids"), (False,)),
 }
 

@@ -277,7 +277,7 @@ BAD = [
     ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "guided_regex", "tool_choice"),
     ({"tools": TOOLS, "use_beam_search": True, "n": 2, "seed": None}, "use_beam_search", "tools"),
     ({"reasoning_effort": "some"}, "reasoning_effort", "some"),
-    ({"thinking_token_budget": -1}, "thinking_token_budget", "-1"),
+    ({"thinking_token_budget": -2}, "thinking_token_budget", "-2"),
     (
         {"thinking_token_budget": 3, "chat_template_kwargs": {"enable_thinking": False}},
         "thinking_token_budget",
