@@ -128,7 +128,7 @@ class Answer:
 
     def failed(self, error: ApiError) -> bytes:
         """The events that end a stream which failed."""
-        return event(error.body())
+        return event(error.body()) + DONE_EVENT
 
     def _beginning(self, index: int) -> bytes:
         """The events before the first news of a choice, where the answer announces them."""
@@ -348,7 +348,7 @@ class ChatAnswer(Answer):
             delta, finish_reason, says = self._news(self._reading, completion)
         if not (says or finish_reason or logprobs or (self._token_ids and completion.token_ids)):
             return b""
-        if not (says or finish_reason):  # clients look for text in each chunk before the last
+        if not says:  # clients look for text in each chunk
             delta.content = ""
         choice = ChatChunkChoice(completion.index, delta, logprobs, finish_reason, completion.stop_reason)
         if self._token_ids:

@@ -363,8 +363,8 @@ class ChatMessage(Struct):
     content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
-    reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -392,9 +392,13 @@ class ChatResponse(Struct):
 
 
 class ChatDelta(Struct):
+    """What is new in a message. Clients of SGLang read reasoning_content of every delta, and those of vLLM join the
+    reasoning of every delta that has it: the first is null where there is none, and the second is left out.
+    """
+
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
+    reasoning_content: str | None = None
     reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
