@@ -30,6 +30,7 @@ def operational_routes(engine: AsyncLLMEngine, options: AppOptions, live: LiveVi
         Route("/reset_prefix_cache", guarded(server.reset_prefix_cache), methods=["POST"]),
         Route("/sleep", guarded(server.sleep), methods=["POST"]),
         Route("/wake_up", guarded(server.wake_up), methods=["POST"]),
+        Route("/is_sleeping", guarded(server.is_sleeping), methods=["GET"]),
         Route("/openapi.json", guarded(server.openapi), methods=["GET"]),
     ]
 
@@ -84,8 +85,14 @@ class _Handlers:
         return json_response({"asleep": int(level)})
 
     async def wake_up(self, request: Request) -> Response:
+        if "tags" in request.query_params:
+            raise ApiError(400, "tags is not supported: all memory is taken again at once. Leave it out.", param="tags")
         await self._engine.wake_up()
         return json_response({"asleep": 0})
+
+    async def is_sleeping(self, request: Request) -> Response:
+        stats = await self._engine.get_replica_metrics()
+        return json_response({"is_sleeping": any(one.asleep for one in stats.values())})
 
     async def live(self, request: Request) -> Response:
         return LiveStream(self._live)

@@ -178,10 +178,14 @@ def test_an_engine_that_sleeps_refuses_requests_until_it_wakes_up(server):
     body = TEXT | {"max_tokens": 4, "temperature": 0}
     before = server.client.post("/v1/completions", json=body).json()
     assert server.client.post("/sleep", params={"level": "3"}).json()["error"]["param"] == "level"
+    assert server.client.get("/is_sleeping").json() == {"is_sleeping": False}
     assert server.client.post("/sleep").json() == {"asleep": 1}
+    assert server.client.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert server.client.post("/wake_up", params={"tags": "weights"}).json()["error"]["param"] == "tags"
     refused = server.client.post("/v1/completions", json=body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "asleep")
     assert server.client.post("/wake_up").json() == {"asleep": 0}
+    assert server.client.get("/is_sleeping").json() == {"is_sleeping": False}
     after = server.client.post("/v1/completions", json=body).json()
     assert after["choices"][0]["text"] == before["choices"][0]["text"]
 
