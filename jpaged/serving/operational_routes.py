@@ -59,9 +59,10 @@ class _Handlers:
     async def metrics(self, request: Request) -> Response:
         stats = await self._engine.get_replica_metrics()
         options = self._options
-        args = self._engine.args
+        args, limits = self._engine.args, (await self._engine.ready()).limits
         cache_config = {
-            "block_size": (await self._engine.ready()).limits.block_size,
+            "block_size": limits.block_size,
+            "max_model_len": limits.max_model_len,
             "cache_dtype": args.kv_cache_dtype,
             "enable_prefix_caching": args.enable_prefix_caching,
             "gpu_memory_utilization": args.gpu_memory_utilization,

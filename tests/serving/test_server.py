@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -582,7 +583,9 @@ def test_the_metrics_describe_the_cache_and_time_answers_that_are_not_streamed(s
     assert server.metric("inter_token_latency_seconds_count") == before + 8
     (line,) = [x for x in server.client.get("/metrics").text.splitlines() if x.startswith("jpaged:cache_config_info{")]
     assert 'block_size="16"' in line
-    assert "num_gpu_blocks=" in line
+    names = ("num_gpu_blocks", "kv_cache_size_tokens")
+    blocks, tokens = (int(re.search(rf'{name}="(\d+)"', line)[1]) for name in names)
+    assert tokens == 16 * blocks
 
 
 def test_the_log_says_what_runs_and_that_it_is_a_cpu(server):
