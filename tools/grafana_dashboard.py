@@ -124,8 +124,11 @@ PANELS: list[tuple[str, list[tuple[str, str, str, Targets]]]] = [  # rows of (ti
             (
                 "Preemptions",
                 "ops",
-                "Requests that gave up their blocks to others, a second.",
-                [(rate("num_preemptions_total"), "preemptions")],
+                "Requests that gave up their blocks to others, a second; and how often a request did, in the mean.",
+                [
+                    (rate("num_preemptions_total"), "preemptions"),
+                    (mean("request_num_preemptions")[0], "of a request"),
+                ],
             ),
         ],
     ),

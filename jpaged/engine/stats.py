@@ -61,6 +61,7 @@ class EngineStats:
     step_tokens: num_steps by the tokens that each prefilled and returned: those within each of `STEP_TOKENS_BOUNDS`,
         and above them.
     expert_load: tokens by expert, with `EngineArgs.expert_load`; None without.
+    asleep: the level that the engine sleeps at; 0 awake.
     tokens_held, token_slots: tokens in the referenced blocks (a shared one counts once), and what they could hold.
     """
 
@@ -93,6 +94,7 @@ class EngineStats:
     step_tokens: tuple[int, ...]
     expert_load: ExpertLoad | None = None
     prefix_cache_state_misses: int = 0
+    asleep: int = 0
 
     @property
     def kv_cache_usage(self) -> float:
@@ -108,7 +110,10 @@ class EngineStats:
     def total(cls, stats: "Iterable[EngineStats]") -> "EngineStats":
         """The sum over several engines."""
         every = list(stats)
-        names = [one.name for one in fields(cls) if one.name not in ("step_tokens", "expert_load")]
+        others = ("step_tokens", "expert_load", "asleep")
+        names = [one.name for one in fields(cls) if one.name not in others]
         sums = {name: sum(getattr(one, name) for one in every) for name in names}
         step_tokens = tuple(map(sum, zip(*(one.step_tokens for one in every), strict=True)))
-        return cls(**sums, step_tokens=step_tokens, expert_load=ExpertLoad.total(one.expert_load for one in every))
+        expert_load = ExpertLoad.total(one.expert_load for one in every)
+        asleep = max((one.asleep for one in every), default=0)
+        return cls(**sums, step_tokens=step_tokens, expert_load=expert_load, asleep=asleep)

@@ -232,7 +232,7 @@ class LLMEngine(RequestIntake):
         expert_load: read that, too, where the engine counts it.
         """
         self._check_open()
-        stats = self._core.stats()
+        stats = replace(self._core.stats(), asleep=self.startup.asleep)
         if self._expert_load is None or not expert_load or self._failure is not None:
             return stats
         return replace(stats, expert_load=self._expert_load.read(wait=not self._core.has_unfinished()))

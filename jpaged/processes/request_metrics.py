@@ -33,6 +33,7 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "request_decode_time_seconds": ("Time from a request's first token to its last.", _REQUEST_S),
     "request_prompt_tokens": ("Tokens of a request's prompt.", _TOKENS),
     "request_generation_tokens": ("Tokens that a request generated.", _TOKENS),
+    "request_num_preemptions": ("Times that a request was preempted.", (0, 1, 2, 5, 10, 20)),
     "request_params_n": ("The n of a request.", (1, 2, 5, 10, 20)),
     "request_params_max_tokens": ("The max_tokens of a request.", _TOKENS),
 }
@@ -117,6 +118,7 @@ class RequestMetrics:
         self._own_finished[replica, FINISH_REASONS.index(request.finish_reason or "abort")] += 1
         observe("request_prompt_tokens", request.prompt_len)
         observe("request_generation_tokens", num_tokens)
+        observe("request_num_preemptions", stats.num_preemptions)
         observe("request_params_n", request.sampling.n)
         if request.sampling.max_tokens is not None:
             observe("request_params_max_tokens", request.sampling.max_tokens)

@@ -5,6 +5,7 @@ One `Answer` belongs to one HTTP request. Its prompts are numbered, and a prompt
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,10 +39,10 @@ from jpaged.serving.protocol import (
     TopLogprob,
     Usage,
 )
-from jpaged.serving.token_count import TokenCount
+from jpaged.serving.reasoning_tokens import ReasoningTokens
 from jpaged.serving.turns import Reading
 from jpaged.text.tokenizer import Tokenizer, check_messages
-from jpaged.text.turns.parser import CallDelta, TurnParser
+from jpaged.text.turns.parser import CallDelta, TurnDelta, TurnParser
 
 _encode = msgspec.json.Encoder().encode
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -58,7 +59,7 @@ class AnswerContext:
 
     request_id: as the client sees it. model: its name, as the client gave it. prompts: as they went to the engine.
     tokenizer: None without text. reading: of a chat whose text is not all content.
-    sampling: how its tokens are drawn; None for a search.
+    sampling: how its tokens are drawn; None for a search. skips_special_tokens: whether its text leaves them out.
     """
 
     request_id: str
@@ -67,6 +68,12 @@ class AnswerContext:
     tokenizer: Tokenizer | None
     reading: Reading | None = None
     sampling: SamplingParams | None = None
+    skips_special_tokens: bool = True
+
+    def reasoning_tokens(self) -> ReasoningTokens:
+        """A count of the tokens of a choice's reasoning, for an answer to one prompt."""
+        prompt = self.prompts[0].prompt_token_ids
+        return ReasoningTokens(self.tokenizer, prompt, skips_special_tokens=self.skips_special_tokens)
 
 
 class Answer:
@@ -121,7 +128,7 @@ class Answer:
 
     def failed(self, error: ApiError) -> bytes:
         """The events that end a stream which failed."""
-        return event(error.body())
+        return event(error.body()) + DONE_EVENT
 
     def _beginning(self, index: int) -> bytes:
         """The events before the first news of a choice, where the answer announces them."""
@@ -282,8 +289,8 @@ class ChatAnswer(Answer):
         if self._prefix and self._reading is not None:
             self._prefix_reasoning, self._prefix = self._reading.prefix(self._prefix)
         self._parsers: dict[int, TurnParser] = {}
-        reasons = self._reading is not None and self._reading.turn.reasoning is not None
-        self._reasoning: dict[int, TokenCount] | None = {} if reasons else None
+        self._reasons = self._reading is not None and self._reading.turn.reasoning is not None
+        self._reasoning: dict[int, ReasoningTokens] = defaultdict(context.reasoning_tokens)
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         self._take_counts(outputs)
@@ -317,15 +324,10 @@ class ChatAnswer(Answer):
 
     def _usage(self) -> Usage:
         usage = super()._usage()
-        if self._reasoning is not None:
+        if self._reasons:  # shown or not
             num_tokens = sum(count.num_tokens for count in self._reasoning.values())
-            usage.completion_tokens_details = CompletionTokensDetails(min(num_tokens, usage.completion_tokens))
+            usage.completion_tokens_details = CompletionTokensDetails(num_tokens)
         return usage
-
-    def _reasoned(self, index: int, text: str) -> None:
-        """Counts reasoning of a choice, shown or not."""
-        if text and self._reasoning is not None:
-            self._reasoning.setdefault(index, TokenCount(self._tokenizer)).add(text)
 
     def _beginning(self, index: int) -> bytes:
         self._begun.add(index)
@@ -346,7 +348,7 @@ class ChatAnswer(Answer):
             delta, finish_reason, says = self._news(self._reading, completion)
         if not (says or finish_reason or logprobs or (self._token_ids and completion.token_ids)):
             return b""
-        if not (says or finish_reason):  # clients look for text in each chunk before the last
+        if not says:  # clients look for text in each chunk
             delta.content = ""
         choice = ChatChunkChoice(completion.index, delta, logprobs, finish_reason, completion.stop_reason)
         if self._token_ids:
@@ -362,8 +364,7 @@ class ChatAnswer(Answer):
     def _read(self, reading: Reading, completion: CompletionOutput) -> tuple[ChatMessage, str | None]:
         """The message of a choice that is complete, and why it ended."""
         parser = reading.parser()
-        delta = parser.feed(completion.text, final=True, cut=is_cut(completion))
-        self._reasoned(completion.index, delta.reasoning)
+        delta = news_of(completion, parser, self._reasoning[completion.index])
         message = ChatMessage(delta.content)
         if delta.calls:
             message.content = delta.content or None
@@ -380,9 +381,7 @@ class ChatAnswer(Answer):
         parser = self._parsers.get(completion.index)
         if parser is None:
             parser = self._parsers[completion.index] = reading.parser()
-        ended = completion.finish_reason is not None
-        news = parser.feed(completion.text, final=ended, cut=ended and is_cut(completion))
-        self._reasoned(completion.index, news.reasoning)
+        news = news_of(completion, parser, self._reasoning[completion.index])
         delta = ChatDelta()
         if news.reasoning and reading.shows_reasoning:
             delta.reasoning_content = delta.reasoning = news.reasoning
@@ -413,6 +412,19 @@ def _final_text(request: ChatCompletionRequest) -> str:
     """The text of the message that an answer continues."""
     (message,) = check_messages(request.messages[-1:])
     return message["content"] or ""
+
+
+def news_of(completion: CompletionOutput, parser: TurnParser, reasoning: ReasoningTokens | None = None) -> TurnDelta:
+    """What is new in a choice, as its parser reads it. reasoning: counts its tokens there."""
+    ended = completion.finish_reason is not None
+    cut = ended and is_cut(completion)
+    if reasoning is not None and parser.may_reason:
+        stop_token = ended and not cut
+        reasoning.add(completion.token_ids[:-1] if stop_token else completion.token_ids, ended=ended)
+    delta = parser.feed(completion.text, final=ended, cut=cut)
+    if reasoning is not None:
+        reasoning.settle(parser, ended=ended)
+    return delta
 
 
 def is_cut(completion: CompletionOutput) -> bool:

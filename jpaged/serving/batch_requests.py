@@ -17,6 +17,7 @@ import msgspec
 
 from jpaged.api.errors import InvalidPromptError, JPagedError, UnsupportedParameterError, shown
 from jpaged.api.outputs import RequestOutput
+from jpaged.api.pooling_params import PoolingParams
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.frontend.embedding_config import EmbeddingConfig
 from jpaged.frontend.inputs import Params, ProcessedInput, Prompt, as_prompt_list
@@ -179,7 +180,11 @@ def response_line(
         return _line(request.custom_id, 200, msgspec.json.encode(found))
     prompts = [ProcessedInput(output.prompt, output.prompt_token_ids, ()) for output in outputs]
     kind = "chatcmpl" if isinstance(body, ChatCompletionRequest) else "cmpl"
-    context = AnswerContext(f"{kind}-{name}", body.model or model, prompts, tokenizer, request.reading)
+    assert not isinstance(request.params, PoolingParams)  # which are of embeddings
+    skips = request.params.skip_special_tokens
+    context = AnswerContext(
+        f"{kind}-{name}", body.model or model, prompts, tokenizer, request.reading, skips_special_tokens=skips
+    )
     answer = answer_to(body, context)
     return _line(request.custom_id, 200, answer.whole(outputs))
 

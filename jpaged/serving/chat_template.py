@@ -17,12 +17,6 @@ def template_arguments(
     Raises:
         ApiError: fields that contradict each other or a template; a variable that has the name of an option.
     """
-    if body.add_special_tokens:
-        raise ApiError(
-            400,
-            "add_special_tokens is for text; a chat template writes special tokens itself. Leave it out.",
-            param="add_special_tokens",
-        )
     if body.add_generation_prompt and body.continue_final_message:
         raise ApiError(
             400,

@@ -219,9 +219,11 @@ class JobMaker:
         threads = self._threads if body.chat_template is None else self._threads_of_given
         turn, prompt = await asyncio.get_running_loop().run_in_executor(threads, render)
         if prompt.marks is None:
-            return prompt.text, await self._engine.encode(prompt.text, add_special_tokens=False), turn
-        self._engine.check_length(prompt.text)
-        return prompt.text, await self._engine.in_thread(lambda: tokenizer.encode_prompt(prompt)), turn
+            tokens = await self._engine.encode(prompt.text, add_special_tokens=False)
+        else:
+            self._engine.check_length(prompt.text)
+            tokens = await self._engine.in_thread(lambda: tokenizer.encode_prompt(prompt))
+        return prompt.text, tokenizer.with_special_tokens(tokens) if body.add_special_tokens else tokens, turn
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError if the model that a request names is another than the one that is served."""
@@ -305,7 +307,8 @@ class JobMaker:
         request_id = f"{kind}-{body.request_id or own_id}"
         model, tokenizer = self._options.served_model_names[0], self._engine.tokenizer
         sampling = params if isinstance(params, SamplingParams) else None
-        context = AnswerContext(request_id, body.model or model, prompts, tokenizer, reading, sampling)
+        skips = params.skip_special_tokens
+        context = AnswerContext(request_id, body.model or model, prompts, tokenizer, reading, sampling, skips)
         answer = make_answer(body, context)
         return Job(
             f"{kind}-{own_id}",

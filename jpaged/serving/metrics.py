@@ -121,6 +121,9 @@ def exposition(
     infos = []
     for replica, one in stats.items():
         config = {**(cache_config or {}), "num_gpu_blocks": one.num_blocks}
+        if cache_config is not None:
+            size = one.num_blocks * cache_config["block_size"]
+            config |= {"kv_cache_size_tokens": size, "kv_cache_max_concurrency": size / cache_config["max_model_len"]}
         said = ",".join(f'{name}="{_escape(str(value))}"' for name, value in config.items())
         infos.append((f"{labels[replica]},{said}", 1))
     add("cache_config_info", "gauge", "The KV cache's configuration, in labels.", infos)

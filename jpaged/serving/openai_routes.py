@@ -117,7 +117,7 @@ class _Handlers:
             raise api_error(error, (), field) from error
         strings, tokenizer = None, self._engine.tokenizer
         if body.return_token_strs and tokenizer is not None:
-            strings = await self._engine.in_thread(lambda: [tokenizer.token_text(token) for token in tokens])
+            strings = await self._engine.in_thread(lambda: tokenizer.tokens(tokens))
         limits = (await self._engine.ready()).limits
         return json_response(TokenizeResponse(len(tokens), limits.max_model_len, tokens, strings))
 

@@ -50,6 +50,7 @@ _GETS: dict[str, tuple[str, Any]] = {
     "/version": ("The version of the server.", dict[str, str]),
     "/debug/requests": ("Unfinished requests: what runs, waits and is held, without prompts.", dict[str, list]),
     "/load": ("Requests that wait or run.", dict[str, int]),
+    "/is_sleeping": ("Whether the engine sleeps.", dict[str, bool]),
     "/metrics": ("Metrics in Prometheus' text format.", None),
 }
 _ERROR_STATUSES = ("400", "401", "403", "404", "408", "409", "413", "415", "429", "500", "503")

@@ -30,6 +30,7 @@ def operational_routes(engine: AsyncLLMEngine, options: AppOptions, live: LiveVi
         Route("/reset_prefix_cache", guarded(server.reset_prefix_cache), methods=["POST"]),
         Route("/sleep", guarded(server.sleep), methods=["POST"]),
         Route("/wake_up", guarded(server.wake_up), methods=["POST"]),
+        Route("/is_sleeping", guarded(server.is_sleeping), methods=["GET"]),
         Route("/openapi.json", guarded(server.openapi), methods=["GET"]),
     ]
 
@@ -58,9 +59,10 @@ class _Handlers:
     async def metrics(self, request: Request) -> Response:
         stats = await self._engine.get_replica_metrics()
         options = self._options
-        args = self._engine.args
+        args, limits = self._engine.args, (await self._engine.ready()).limits
         cache_config = {
-            "block_size": (await self._engine.ready()).limits.block_size,
+            "block_size": limits.block_size,
+            "max_model_len": limits.max_model_len,
             "cache_dtype": args.kv_cache_dtype,
             "enable_prefix_caching": args.enable_prefix_caching,
             "gpu_memory_utilization": args.gpu_memory_utilization,
@@ -84,8 +86,14 @@ class _Handlers:
         return json_response({"asleep": int(level)})
 
     async def wake_up(self, request: Request) -> Response:
+        if "tags" in request.query_params:
+            raise ApiError(400, "tags is not supported: all memory is taken again at once. Leave it out.", param="tags")
         await self._engine.wake_up()
         return json_response({"asleep": 0})
+
+    async def is_sleeping(self, request: Request) -> Response:
+        stats = await self._engine.get_replica_metrics()
+        return json_response({"is_sleeping": any(one.asleep for one in stats.values())})
 
     async def live(self, request: Request) -> Response:
         return LiveStream(self._live)

@@ -159,6 +159,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     suffix: Unsupported = None
     prompt_embeds: Unsupported = None
+    thinking_token_budget: Unsupported = None
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True):
@@ -231,6 +232,7 @@ _ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "verbosity": ("medium",),
     "stream_reasoning": (True,),
+    "thinking_token_budget": (-1,),
     **dict.fromkeys(("no_stop_trim", "return_hidden_states", "return_prompt_token_ids"), (False,)),
 }
 
@@ -263,7 +265,7 @@ class PromptTokensDetails(Struct):
 
 
 class CompletionTokensDetails(Struct):
-    """Of the tokens that were generated, those of the reasoning's text."""
+    """Of the tokens that were generated, those of the reasoning, without its marks."""
 
     reasoning_tokens: int
 
@@ -361,8 +363,8 @@ class ChatMessage(Struct):
     content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
-    reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -390,9 +392,13 @@ class ChatResponse(Struct):
 
 
 class ChatDelta(Struct):
+    """What is new in a message. Clients of SGLang read reasoning_content of every delta, and those of vLLM join the
+    reasoning of every delta that has it: the first is null where there is none, and the second is left out.
+    """
+
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
+    reasoning_content: str | None = None
     reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 

@@ -23,6 +23,8 @@ _BEAM_FIELDS = {"n", "best_of", "max_tokens", "stop_token_ids", "ignore_eos", "s
 COMPLETION_MAX_TOKENS = 16
 """The `max_tokens` of a completion that gives none, as OpenAI's. A chat may use the whole context."""
 _TOKEN_ID_DIGITS = 10
+_MOST_NAMED = 8
+"""Of what is wrong in a field, in an error."""
 
 
 def sampling_of(
@@ -114,9 +116,9 @@ def _beam_search(request: CompletionRequest | ChatCompletionRequest, fields: dic
 
 
 def _logit_bias(bias: dict[str, Any]) -> dict[int, Any]:
-    result = {}
-    for key, value in bias.items():
-        if not (key.isascii() and key.isdecimal() and len(key) <= _TOKEN_ID_DIGITS):
-            raise ApiError(400, f"logit_bias: {key[:40]!r} is no token id.", param="logit_bias")
-        result[int(key)] = value
-    return result
+    wrong = [key for key in bias if not (key.isascii() and key.isdecimal() and len(key) <= _TOKEN_ID_DIGITS)]
+    if wrong:
+        said = ", ".join(repr(key[:40]) for key in wrong[:_MOST_NAMED]) + (", ..." if wrong[_MOST_NAMED:] else "")
+        kind = "no token id" if len(wrong) == 1 else "no token ids"
+        raise ApiError(400, f"logit_bias: {said} {'is' if len(wrong) == 1 else 'are'} {kind}.", param="logit_bias")
+    return {int(key): value for key, value in bias.items()}

@@ -466,9 +466,13 @@ def _budget(request: ChatCompletionRequest) -> int | None:
         raise ApiError(
             400, "thinking_token_budget is not supported in a beam search; leave it out.", param="thinking_token_budget"
         )
-    if budget is not None and budget < 0:
-        raise ApiError(400, f"thinking_token_budget must be at least 0, got {budget}.", param="thinking_token_budget")
-    return budget
+    if budget is not None and budget < -1:
+        raise ApiError(
+            400,
+            f"thinking_token_budget must be at least 0, or -1 for any number, got {budget}.",
+            param="thinking_token_budget",
+        )
+    return None if budget == -1 else budget
 
 
 def _message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -171,6 +171,18 @@ class Tokenizer:
                 f"The prompt has a lone surrogate, {text[at]!r}, at index {at}, which no encoding can carry; remove it."
             ) from error
 
+    @cached_property
+    def _special_ends(self) -> tuple[list[int], list[int]]:
+        """The special tokens that `encode` puts in front of a text and behind it."""
+        inner, whole = (self.encode("a", add_special_tokens=special) for special in (False, True))
+        begin = next((i for i in range(len(whole)) if whole[i : i + len(inner)] == inner), 0)
+        return whole[:begin], whole[begin + len(inner) :]
+
+    def with_special_tokens(self, token_ids: Sequence[int]) -> list[int]:
+        """Tokens of a text that was encoded without special tokens, between those that `encode` adds."""
+        before, behind = self._special_ends
+        return [*before, *token_ids, *behind]
+
     def encode_plain(self, text: str) -> list[int]:
         """Text to token ids; what it spells like a control token stays text.
 
@@ -214,6 +226,10 @@ class Tokenizer:
             raise InvalidParameterError(f"The tokenizer of {self.source} has no tokenizer.json; convert it to one.")
         with self._lock:
             return backend.to_str()
+
+    def tokens(self, token_ids: Sequence[int]) -> list[str]:
+        """Tokens as the vocabulary spells them: "Ġfox" of a byte-level tokenizer, "▁fox" of a sentencepiece one."""
+        return self.hf.convert_ids_to_tokens(list(token_ids))
 
     def token_text(self, token_id: int) -> str:
         """One token's text as it stands inside a text, with its space; fragments of characters as U+FFFD."""

@@ -62,6 +62,19 @@ class Server:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return [int(c) for c in children if module.encode() in Path(f"/proc/{c}/cmdline").read_bytes()]
 
+    def serving(self, response: httpx.Response) -> int:
+        """Pid of the API process that writes a stream which has begun."""
+        port = response.extensions["network_stream"].get_extra_info("client_addr")[1]
+        ends = f":{self.port:04X} 0100007F:{port:04X} "
+        (line,) = [one for one in Path("/proc/net/tcp").read_text().splitlines() if ends in one]
+        its_socket = f"socket:[{line.split()[9]}]"
+        for pid in self.children("api_process"):
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+                    if os.readlink(descriptor) == its_socket:
+                        return pid
+        raise AssertionError(f"No API process has the connection from port {port}.")
+
     @contextlib.contextmanager
     def engines_standing_still(self) -> Iterator[None]:
         """What runs and waits there goes on to, however slow this process is."""

@@ -14,6 +14,7 @@ import pytest
 
 from jpaged.api.outputs import CompletionOutput, Logprob, RequestOutput
 from jpaged.frontend.inputs import ProcessedInput
+from jpaged.serving.answers import AnswerContext
 from jpaged.serving.dialects import background, responses
 from jpaged.serving.dialects.background import BackgroundResponses
 from jpaged.serving.dialects.event_record import EventRecord
@@ -155,7 +156,7 @@ def test_a_response_that_fails_says_so_and_can_be_asked_for():
 
 
 def context(request_id):
-    return SimpleNamespace(request_id=request_id, model="m", prompts=[], tokenizer=None, reading=None, sampling=None)
+    return AnswerContext(request_id, "m", [ProcessedInput("hi", [1], ())], tokenizer=None)
 
 
 def test_a_record_is_bounded_and_a_reader_that_falls_behind_is_told():
@@ -222,8 +223,8 @@ def test_a_response_is_cancelled_behind_the_events_that_a_thread_is_making():
     async def trial():
         store = ResponseStore()
         body = ResponsesRequest(input="hi", background=True, stream=True)
-        about, prompt = context("chatcmpl-1"), ProcessedInput("hi", [1], ())
-        about.prompts = [prompt]
+        about = context("chatcmpl-1")
+        (prompt,) = about.prompts
         answer = ResponsesAnswer(responses.chat_of(body, store), about, body, store)
         begins = answer._start
 
@@ -350,7 +351,6 @@ def test_a_run_that_found_room_finds_room_to_be_kept(kind):
     body.metadata, body.top_logprobs, body.include = {"a": "b" * 500}, 2, ["message.output_text.logprobs"]
     store = ResponseStore()
     about = context("chatcmpl-1")
-    about.prompts = [ProcessedInput("hi", [1], ())]
     answer = ResponsesAnswer(responses.chat_of(body, store), about, body, store)
     position = {5: Logprob(-1.0123456789012345, 1, "\n\u00fc"), 6: Logprob(-2.0123456789012345, 2, "\t")}
     for _ in range(200):

@@ -95,6 +95,7 @@ def test_every_line_is_answered_in_order_with_its_text_or_its_error(tmp_path, ca
     assert bodies[0]["choices"][0]["finish_reason"] == "length"
     assert [choice["text"] for choice in bodies[2]["choices"]] == expected[1:]
     message = {"role": "assistant", "content": chat.outputs[0].text, "refusal": None}
+    message |= {"reasoning_content": None, "reasoning": None}
     assert bodies[1]["choices"][0]["message"] == message
     assert bodies[1]["usage"]["prompt_tokens"] == len(chat.prompt_token_ids)
     content = bodies[1]["choices"][0]["logprobs"]["content"]

@@ -80,6 +80,32 @@ def test_several_results_stay_apart_and_one_without_text_is_empty():
     assert [(one.get("tool_call_id"), one["content"]) for one in asked[2:]] == [("t1", "20"), ("t2", "")]
 
 
+@pytest.mark.parametrize(
+    ("block", "field"),
+    [
+        *((CALL | {"id": None}, "id"), (CALL | {"id": ""}, "id"), (CALL | {"name": ""}, "name")),
+        *((CALL | {"input": None}, "input"), (THOUGHT | {"thinking": None}, "thinking")),
+        (RESULT | {"tool_use_id": ""}, "tool_use_id"),
+    ],
+)
+def test_a_block_that_lacks_what_it_must_have_is_refused_by_place(block, field):
+    given = [user("a"), (user if block["type"] == "tool_result" else assistant)([block])]
+    with pytest.raises(ApiError, match=rf"^messages\[1\]\.content\[0\]\.{field} must be"):
+        asked_of_messages(messages=given)
+
+
+@pytest.mark.parametrize("kind", ["function_call", "function_call_output"])
+def test_a_call_of_a_response_must_have_its_id(kind):
+    item = {"type": kind, "name": "f", "arguments": "{}", "output": "20"}
+    with pytest.raises(ApiError, match=r"^input\[0\].call_id must be"):
+        asked_of_responses(input=[item])
+    assert asked_of_responses(input=[item | {"call_id": "c"}]).messages
+
+
+def test_a_salt_parts_the_cached_prefixes_of_messages():
+    assert asked_of_messages(cache_salt="one").cache_salt == "one"
+
+
 def test_a_block_that_says_whose_request_it_is_is_not_for_the_model():
     blocks = text("x-anthropic-billing-header: cc_version=2; cch=1f;", "Be kind.", "Be brief.")
     blocks[1]["cache_control"] = {"type": "ephemeral"}

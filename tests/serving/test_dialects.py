@@ -83,6 +83,7 @@ def test_a_message_has_blocks_and_streams_them_one_after_the_other(server, body,
     assert events[0]["message"]["usage"]["input_tokens"] + events[0]["message"]["usage"]["cache_read_input_tokens"] > 0
     assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
     assert events[-2]["delta"]["stop_reason"] == reason
+    assert events[-2]["usage"].keys() == whole["usage"].keys()
     assert events[-2]["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
     blocks, is_open = [], False
     for event in events[1:-2]:

@@ -91,7 +91,7 @@ def test_reasoning_that_is_not_separated_is_content_with_its_marks(tools):
     request = chat(chat_template=THINKS, separate_reasoning=False, tools=tools)
     (choice,) = json.loads(answer_to(request).whole([output(said)]))["choices"]
     assert choice["message"]["content"] == "<think>why</think>so"
-    assert "reasoning_content" not in choice["message"]
+    assert choice["message"]["reasoning_content"] is None
     assert choice["finish_reason"] == ("tool_calls" if tools else "stop")
     streamed = answer_to(request)
     data = b"".join(streamed.chunk(0, output(piece, None)) for piece in (said[:9], said[9:20], said[20:]))
@@ -135,13 +135,31 @@ def test_a_tool_without_a_type_is_a_function():
         turn_of(chat(tools=[{"type": "function", "name": "f"}]), MODEL)
 
 
-def test_a_chunk_before_the_last_has_text_though_it_is_empty():
+def test_a_chunk_has_text_though_it_is_empty_and_null_for_no_reasoning():
     request = chat(logprobs=True, stream=True)
     answer = ChatAnswer(request, AnswerContext("id", "m", [ProcessedInput("hi", [5], ())], MODEL))
-    data = answer.chunk(0, output("", None, [{1: Logprob(-1.0, 1, "")}])) + answer.chunk(0, output("a"))
-    first, second, _ = (json.loads(line[6:])["choices"][0] for line in data.decode().splitlines() if line)
-    assert first["delta"] == {"role": "assistant", "content": ""}
-    assert (second["delta"], len(second["logprobs"]["content"])) == ({"content": ""}, 1)
+    outputs = [output("", None, [{1: Logprob(-1.0, 1, "")}]), output("a", None), output("")]
+    data = b"".join(answer.chunk(0, one) for one in outputs)
+    first, second, third, last = (json.loads(line[6:])["choices"][0] for line in data.decode().splitlines() if line)
+    assert first["delta"] == {"role": "assistant", "content": "", "reasoning_content": None}
+    assert len(second["logprobs"]["content"]) == 1
+    deltas = [choice["delta"] for choice in (second, third, last)]
+    assert deltas == [{"content": text, "reasoning_content": None} for text in ("", "a", "")]
+    assert last["finish_reason"] == "stop"
+
+
+def test_a_stream_that_failed_ends_as_others_do():
+    answer = ChatAnswer(chat(stream=True), AnswerContext("id", "m", [ProcessedInput("hi", [5], ())], MODEL))
+    error, done = answer.failed(ApiError(500, "It broke.")).decode().split("\n\n")[:-1]
+    assert json.loads(error.removeprefix("data: "))["error"]["message"] == "It broke."
+    assert done == "data: [DONE]"
+
+
+def test_a_budget_of_minus_one_is_none_and_completions_have_none():
+    assert turn_of(chat(chat_template=THINKS, thinking_token_budget=-1), MODEL).budget is None
+    refuse_unsupported(CompletionRequest(prompt="a", thinking_token_budget=-1))
+    with pytest.raises(ApiError, match=r"^thinking_token_budget is not supported"):
+        refuse_unsupported(CompletionRequest(prompt="a", thinking_token_budget=5))
 
 
 @pytest.mark.parametrize(("skips", "echoed"), [(None, ""), (False, MODEL.special_texts[0])])

@@ -4,6 +4,7 @@ import pytest
 
 from jpaged.api.errors import InvalidParameterError
 from jpaged.api.sampling_params import SamplingParams
+from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import ChatCompletionRequest, CompletionRequest
 from jpaged.serving.sampling import sampling_of
 
@@ -39,3 +40,8 @@ def test_the_limit_of_a_chat_is_blamed_by_the_name_it_was_given_under(fields, me
     request = ChatCompletionRequest(messages=[], **fields)
     with pytest.raises(InvalidParameterError, match=f"^{message}"):
         sampling_of(request, SamplingParams())
+
+
+def test_all_that_is_no_token_id_is_named():
+    with pytest.raises(ApiError, match=r"^logit_bias: 'one', 'two' are no token ids\.$"):
+        sampling_of(CompletionRequest(prompt="a", logit_bias={"one": 1, "5": 1, "two": 1}), SamplingParams())

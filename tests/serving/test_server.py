@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -178,10 +179,14 @@ def test_an_engine_that_sleeps_refuses_requests_until_it_wakes_up(server):
     body = TEXT | {"max_tokens": 4, "temperature": 0}
     before = server.client.post("/v1/completions", json=body).json()
     assert server.client.post("/sleep", params={"level": "3"}).json()["error"]["param"] == "level"
+    assert server.client.get("/is_sleeping").json() == {"is_sleeping": False}
     assert server.client.post("/sleep").json() == {"asleep": 1}
+    assert server.client.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert server.client.post("/wake_up", params={"tags": "weights"}).json()["error"]["param"] == "tags"
     refused = server.client.post("/v1/completions", json=body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "asleep")
     assert server.client.post("/wake_up").json() == {"asleep": 0}
+    assert server.client.get("/is_sleeping").json() == {"is_sleeping": False}
     after = server.client.post("/v1/completions", json=body).json()
     assert after["choices"][0]["text"] == before["choices"][0]["text"]
 
@@ -269,7 +274,6 @@ WRONG = [
     ("chat/completions", {"messages": [{"role": "user"}]}, "messages"),
     ("chat/completions", {"messages": [1]}, "messages"),
     ("chat/completions", CHAT | {"top_logprobs": 1}, "top_logprobs"),
-    ("chat/completions", CHAT | {"add_special_tokens": True}, "add_special_tokens"),
     ("chat/completions", CHAT | {"tools": [{"type": "function"}]}, "tools"),
     ("chat/completions", CHAT | {"max_completion_tokens": -1}, "max_completion_tokens"),
     ("chat/completions", CHAT | {"echo": True}, "echo"),
@@ -403,11 +407,15 @@ def test_without_a_key_only_the_health_checks_answer(server, header):
 def test_tokenize_and_detokenize_are_each_others_inverse(server, offline):
     answer = server.client.post("/tokenize", json={"prompt": PROMPT, "return_token_strs": True}).json()
     assert answer["tokens"] == offline.tokenizer.encode(PROMPT)
-    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    assert answer["count"] == len(answer["tokens"])
+    assert answer["token_strs"] == offline.tokenizer.hf.convert_ids_to_tokens(answer["tokens"])
     text = server.client.post("/detokenize", json={"tokens": answer["tokens"][1:]}).json()["prompt"]
     assert text == PROMPT
     chat = server.client.post("/tokenize", json=CHAT).json()
     assert chat["tokens"] == offline.tokenizer.apply_chat_template(CHAT["messages"])
+    special = server.client.post("/tokenize", json=CHAT | {"add_special_tokens": True}).json()["tokens"]
+    text = offline.tokenizer.decode(chat["tokens"])
+    assert special == offline.tokenizer.encode(text) != chat["tokens"]
 
 
 def test_answers_carry_the_clients_request_id_and_the_log_no_prompts(server):
@@ -560,11 +568,13 @@ def test_a_prompt_is_truncated_at_the_side_that_is_named(server):
 def test_tokenize_renders_tools(server):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     template = "{{ tools | tojson if tools else 'no tools' }}"
-    asked = {"messages": CHAT["messages"], "chat_template": template, "return_token_strs": True}
-    without = server.client.post("/tokenize", json=asked).json()["token_strs"]
-    given = server.client.post("/tokenize", json=asked | {"tools": tools}).json()["token_strs"]
-    assert "".join(without) == "no tools"
-    assert json.loads("".join(given)) == tools
+    asked = {"messages": CHAT["messages"], "chat_template": template}
+    said = []
+    for fields in ({}, {"tools": tools}):
+        tokens = server.client.post("/tokenize", json=asked | fields).json()["tokens"]
+        said.append(server.client.post("/detokenize", json={"tokens": tokens}).json()["prompt"])
+    assert said[0] == "no tools"
+    assert json.loads(said[1]) == tools
 
 
 def test_the_metrics_describe_the_cache_and_time_answers_that_are_not_streamed(server):
@@ -573,7 +583,9 @@ def test_the_metrics_describe_the_cache_and_time_answers_that_are_not_streamed(s
     assert server.metric("inter_token_latency_seconds_count") == before + 8
     (line,) = [x for x in server.client.get("/metrics").text.splitlines() if x.startswith("jpaged:cache_config_info{")]
     assert 'block_size="16"' in line
-    assert "num_gpu_blocks=" in line
+    names = ("num_gpu_blocks", "kv_cache_size_tokens")
+    blocks, tokens = (int(re.search(rf'{name}="(\d+)"', line)[1]) for name in names)
+    assert tokens == 16 * blocks
 
 
 def test_the_log_says_what_runs_and_that_it_is_a_cpu(server):

@@ -61,8 +61,8 @@ def streamed(server, **body):
         (choice,) = json.loads(line.removeprefix("data: "))["choices"]
         delta, reason = choice["delta"], choice["finish_reason"] or reason
         for name in ("content", "reasoning_content"):
-            message[name] += delta.get(name, "")
-        assert delta.get("reasoning_content") == delta.get("reasoning")
+            message[name] += delta.get(name) or ""
+        assert delta["reasoning_content"] == delta.get("reasoning")
         for call in delta.get("tool_calls", []):
             if "id" in call:
                 assert call["index"] == len(message["tool_calls"])
@@ -172,23 +172,27 @@ def test_reasoning_comes_apart_and_its_budget_ends_it(server):
     message, _ = streamed(server, **body)
     assert (message["reasoning_content"], message["content"]) == (whole["reasoning"], whole["content"])
     hidden = choice_of(server, include_reasoning=False, **body)["message"]
-    assert (hidden["content"], "reasoning_content" in hidden) == (whole["content"], False)
+    assert (hidden["content"], hidden["reasoning_content"], hidden["reasoning"]) == (whole["content"], None, None)
     none = choice_of(server, **(body | {"thinking_token_budget": 0}))["message"]
-    assert "reasoning_content" not in none
+    assert none["reasoning_content"] is None
 
 
 def test_usage_counts_reasoning_tokens_shown_or_not_and_streamed(server):
     thinks = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 6, "max_tokens": 20}
     several = {"chat_template_kwargs": {"enable_thinking": True}, "max_tokens": 700, "n": 2, "temperature": 1}
+    (end,) = server.client.post("/tokenize", json={"prompt": "</think>", "add_special_tokens": False}).json()["tokens"]
     counted = []
     for body in (thinks, several, thinks | {"include_reasoning": False}):
-        whole = chat(server, **body).json()
+        whole = chat(server, **body, return_token_ids=True).json()
         details = whole["usage"]["completion_tokens_details"]
         counted.append(details)
-        shown = [choice["message"].get("reasoning") for choice in whole["choices"]]
+        shown = [choice["message"]["reasoning"] for choice in whole["choices"]]
         if body.get("include_reasoning", True):
-            texts = [{"prompt": text or "", "add_special_tokens": False} for text in shown]
-            counts = [server.client.post("/tokenize", json=text).json()["count"] for text in texts]
+            counts = []
+            for choice in whole["choices"]:
+                ids = choice["token_ids"]
+                generated = len(ids) - (choice["finish_reason"] == "stop")  # what ends an answer is no thought
+                counts.append(ids.index(end) if end in ids else generated)
             assert 0 < details["reasoning_tokens"] == sum(counts) <= whole["usage"]["completion_tokens"]
         else:
             assert (shown, details) == ([None], counted[0])
@@ -273,7 +277,7 @@ BAD = [
     ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "guided_regex", "tool_choice"),
     ({"tools": TOOLS, "use_beam_search": True, "n": 2, "seed": None}, "use_beam_search", "tools"),
     ({"reasoning_effort": "some"}, "reasoning_effort", "some"),
-    ({"thinking_token_budget": -1}, "thinking_token_budget", "-1"),
+    ({"thinking_token_budget": -2}, "thinking_token_budget", "-2"),
     (
         {"thinking_token_budget": 3, "chat_template_kwargs": {"enable_thinking": False}},
         "thinking_token_budget",

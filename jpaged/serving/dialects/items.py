@@ -11,9 +11,10 @@ from typing import Any, Literal
 import msgspec
 
 from jpaged.api.outputs import CompletionOutput, RequestOutput
-from jpaged.serving.answers import Answer, AnswerContext, finish_reason_of, is_cut
+from jpaged.serving.answers import Answer, AnswerContext, finish_reason_of, news_of
 from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import ChatCompletionRequest
+from jpaged.serving.reasoning_tokens import ReasoningTokens
 from jpaged.serving.turns import Reading
 from jpaged.text.turns.parser import TurnDelta, TurnParser
 
@@ -71,6 +72,7 @@ class ItemsAnswer(Answer):
         self.failure: ApiError | None = None
         self._reading = context.reading
         self._parser = TurnParser() if context.reading is None else context.reading.parser()
+        self._reasoning: ReasoningTokens | None = None  # of a dialect that tells how many they are
         self._is_open = False
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
@@ -90,10 +92,8 @@ class ItemsAnswer(Answer):
 
     def _take(self, completion: CompletionOutput) -> bytes:
         """Takes news into the items; returns the events for them."""
-        ended = completion.finish_reason is not None
-        delta = self._parser.feed(completion.text, final=ended, cut=ended and is_cut(completion))
-        events = self._news(delta)
-        if ended:
+        events = self._news(news_of(completion, self._parser, self._reasoning))
+        if completion.finish_reason is not None:
             self.reason = finish_reason_of(self._parser, completion)
             why = completion.stop_reason if isinstance(completion.stop_reason, str) else None
             if completion.finish_reason in ("abort", "error"):

@@ -40,16 +40,18 @@ class MessagesRequest(Struct, kw_only=True):
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None
-
     context_management: dict[str, Any] | None = None
+    cache_salt: str | None = None  # vLLM's
 
     compaction: Unsupported = None
     container: Unsupported = None
+    kv_transfer_params: Unsupported = None
     mcp_servers: Unsupported = None
     thread: Unsupported = None
+    vllm_xargs: Unsupported = None
 
 
-_UNSUPPORTED = ("compaction", "container", "mcp_servers", "thread")
+_UNSUPPORTED = ("compaction", "container", "kv_transfer_params", "mcp_servers", "thread", "vllm_xargs")
 _BILLING = "x-anthropic-billing-header:"
 """Begins a line of the system's prompt, mostly a block by itself, in which Claude Code says whose request it is. It
 differs from request to request, which no prefix cache could hit, and is not for the model.
@@ -137,6 +139,7 @@ def chat_of(body: MessagesRequest, *, counts: bool = False) -> ChatCompletionReq
         chat_template_kwargs=variables,
         response_format=_format(body),
         continue_final_message=continues or None,
+        cache_salt=body.cache_salt,
     )
 
 
@@ -255,23 +258,37 @@ def _messages(where: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
             text = _text(at, [block])
             said["content"] += f"\n{text}" if said["content"] and role == "user" else text
         elif kind == "thinking" and role == "assistant":
-            said["reasoning_content"] = said.get("reasoning_content", "") + str(block.get("thinking", ""))
+            thought = _string(at, block, "thinking", may_be_empty=True)
+            said["reasoning_content"] = said.get("reasoning_content", "") + thought
         elif kind == "redacted_thinking" and role == "assistant":
             continue
         elif kind == "tool_use" and role == "assistant":
-            given = block.get("input", {})  # a string: what a client got of a call that was cut
+            given = block.get("input")  # a string: what a client got of a call that was cut
+            if not isinstance(given, str | Mapping):
+                raise ApiError(400, f"{at}.input must be an object.", param="messages")
             arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-            function = {"name": block.get("name"), "arguments": arguments}
-            call = {"id": block.get("id"), "type": "function", "function": function}
+            function = {"name": _string(at, block, "name"), "arguments": arguments}
+            call = {"id": _string(at, block, "id"), "type": "function", "function": function}
             said.setdefault("tool_calls", []).append(call)
         elif kind == "tool_result" and role == "user":
             text = _text(f"{at}.content", block.get("content") or "")
-            result.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+            id_name = "id" if "id" in block and "tool_use_id" not in block else "tool_use_id"  # SGLang takes either
+            result.append({"role": "tool", "tool_call_id": _string(at, block, id_name), "content": text})
         else:
             raise ApiError(400, f"{at}: blocks of type {str(kind)[:80]!r} are not supported here.", param="messages")
     if said["content"] or "tool_calls" in said or not result:
         result.append(said)
     return result
+
+
+def _string(where: str, block: Mapping[str, Any], name: str, *, may_be_empty: bool = False) -> str:
+    """A field of a block that must be a string."""
+    value = block.get(name)
+    if not isinstance(value, str) or not (value or may_be_empty):
+        raise ApiError(
+            400, f"{where}.{name} must be a string{'' if may_be_empty else ' that is not empty'}.", param="messages"
+        )
+    return value
 
 
 def _text(where: str, content: Any) -> str:
@@ -313,9 +330,8 @@ class MessagesAnswer(ItemsAnswer):
     def end(self) -> bytes:
         if self.failure is not None:
             return self.failed(self.failure)
-        usage = {"output_tokens": self._num_tokens}
         delta = {"stop_reason": self._stop_reason(), "stop_sequence": self.stop}
-        return named_event({"type": "message_delta", "delta": delta, "usage": usage}) + named_event(
+        return named_event({"type": "message_delta", "delta": delta, "usage": self._message_usage()}) + named_event(
             {"type": "message_stop"}
         )
 
@@ -359,8 +375,17 @@ class MessagesAnswer(ItemsAnswer):
             arguments = {}
         return {"type": "tool_use", "id": item.id, "name": item.name, "input": arguments}
 
-    def message(self) -> dict[str, Any]:
+    def _message_usage(self) -> dict[str, int]:
+        """The tokens so far."""
         cached = sum(self._num_cached)
+        return {
+            "input_tokens": self._num_prompt_tokens - cached,
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": self._num_tokens,
+        }
+
+    def message(self) -> dict[str, Any]:
         return {
             "id": self.request_id.replace("chatcmpl-", "msg_", 1),
             "type": "message",
@@ -369,10 +394,5 @@ class MessagesAnswer(ItemsAnswer):
             "content": [self._block(item) for item in self.items],
             "stop_reason": self._stop_reason(),
             "stop_sequence": self.stop,
-            "usage": {
-                "input_tokens": self._num_prompt_tokens - cached,
-                "cache_read_input_tokens": cached,
-                "cache_creation_input_tokens": 0,
-                "output_tokens": self._num_tokens,
-            },
+            "usage": self._message_usage(),
         }

@@ -229,7 +229,7 @@ def _messages(given: str | list[dict[str, Any]], store: ResponseStore) -> list[d
             kind = item["type"]
         if kind == "function_call_output":
             content = _text(f"{where}.output", item.get("output"))
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+            messages.append({"role": "tool", "tool_call_id": _call_id(where, item), "content": content})
             continue
         if kind == "message" and item.get("role") != "assistant":
             role = "system" if item.get("role") == "developer" else item.get("role")
@@ -246,11 +246,18 @@ def _messages(given: str | list[dict[str, Any]], store: ResponseStore) -> list[d
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             said.setdefault("tool_calls", []).append(
-                {"id": item.get("call_id"), "type": "function", "function": function}
+                {"id": _call_id(where, item), "type": "function", "function": function}
             )
         else:
             raise ApiError(400, f"{where}.type is {str(kind)[:80]!r}, which is not supported.", param="input")
     return messages
+
+
+def _call_id(where: str, item: Mapping[str, Any]) -> str:
+    call_id = item.get("call_id")
+    if not isinstance(call_id, str) or not call_id:
+        raise ApiError(400, f"{where}.call_id must be a string that is not empty.", param="input")
+    return call_id
 
 
 def refers(item: Mapping[str, Any]) -> bool:

@@ -25,7 +25,7 @@ from jpaged.serving.dialects.responses import (
 from jpaged.serving.dialects.text_logprobs import TextTokens
 from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import ChatCompletionRequest
-from jpaged.serving.token_count import TokenCount
+from jpaged.serving.reasoning_tokens import ReasoningTokens
 from jpaged.text.turns.parser import TurnDelta
 
 _ITEM_BYTES, _END_BYTES = 400, 1000
@@ -59,7 +59,7 @@ class ResponsesAnswer(ItemsAnswer):
         self._num_first_bytes = 0
         self._num_text_bytes = 0  # of items, as JSON
         self._num_logprobs = 0  # of the tokens of texts, with their alternatives
-        self._reasoning = TokenCount(self._tokenizer)
+        self._reasoning: ReasoningTokens = context.reasoning_tokens()
         self._tokens: TextTokens[dict[str, Any]] = TextTokens()
         self._logprobs: list[dict[str, Any]] = []  # of the tokens of new text
 
@@ -109,7 +109,6 @@ class ResponsesAnswer(ItemsAnswer):
         return super()._take(completion)
 
     def _news(self, delta: TurnDelta) -> bytes:
-        self._reasoning.add(delta.reasoning)
         self._logprobs = self._tokens.taken(delta.places, self._parser.num_read)
         return super()._news(delta)
 
@@ -224,7 +223,7 @@ class ResponsesAnswer(ItemsAnswer):
             "input_tokens": self._num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": cached},
             "output_tokens": self._num_tokens,
-            "output_tokens_details": {"reasoning_tokens": min(self._reasoning.num_tokens, self._num_tokens)},
+            "output_tokens_details": {"reasoning_tokens": self._reasoning.num_tokens},
             "total_tokens": self._num_prompt_tokens + self._num_tokens,
         }
         sampling, asked = self._sampling, body.reasoning or {}

@@ -74,6 +74,7 @@ class TurnParser:
 
     Attributes:
         num_calls: that have begun. is_inside_call: whether the last of them is incomplete.
+        may_reason: whether reasoning may come yet, or goes on.
     """
 
     def __init__(
@@ -103,6 +104,8 @@ class TurnParser:
             self._state = self._in_content
             self._channel_end = reasoning.channels[0][1] if reasoning is not None and reasoning.channels else ""
         self._may_reason = reasoning is not None and reasons == "free"
+        self._thoughts: list[tuple[int, int]] = []
+        self._thinks_from = 0  # of the reasoning that has not ended
         self._drops_space = reasons == "open" and not continues
         self._parts: tuple[Part, ...] = ()  # of the call that is being read, what is left of it
         self._held = ""  # of a call that has no name yet, what was read
@@ -114,6 +117,19 @@ class TurnParser:
     @property
     def is_inside_call(self) -> bool:
         return self._state == self._in_call and self._scanner is not None
+
+    @property
+    def may_reason(self) -> bool:
+        return self._may_reason or self._state == self._inside_reasoning
+
+    @property
+    def thoughts(self) -> list[tuple[int, int]]:
+        """Where each piece of reasoning that was read begins and ends, between its marks, in characters of all that was
+        fed.
+        """
+        if self._state == self._inside_reasoning:
+            return [*self._thoughts, (self._thinks_from, self.num_read)]
+        return self._thoughts
 
     @property
     def num_read(self) -> int:
@@ -195,6 +211,7 @@ class TurnParser:
                     self._drops_space = closing is None
                     self._channel_end = closing or ""
                     self._state = self._inside_reasoning if closing is None else self._in_content
+                    self._thinks_from = self.num_read
                     return
                 waits |= found is None
             stripped = self._buffer.lstrip(_SPACES)
@@ -243,6 +260,7 @@ class TurnParser:
         if self._drops_space:
             self._drop_space()
         if self._take_until(self._reasoning.closing):
+            self._thoughts.append((self._thinks_from, self.num_read - len(self._reasoning.closing)))
             self._drops_space = not self._reasoning.channels
             self._state = self._before
 
