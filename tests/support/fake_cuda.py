@@ -10,6 +10,7 @@ know. Reads before `cuMemSetAccess` fault.
 import ctypes
 import mmap
 import os
+import threading
 from typing import Any
 
 import jax
@@ -53,6 +54,7 @@ class FakeCuda:
         self.num_settled = 0
         self._allocations: dict[int, tuple[int, int, bool]] = {}  # bytes, descriptor, by cuMemCreate
         self._next = 1
+        self._lock = threading.Lock()
 
     def allocate(self, num_bytes: int, created: bool) -> int:
         """Memory of the device; returns where. created: by cuMemCreate, not cuMemAlloc."""
@@ -77,9 +79,10 @@ class FakeCuda:
         def run(*arguments: Any) -> int:
             if name in self.failing:
                 return OUT_OF_MEMORY
-            if not self.num_current and not name.startswith(("cuInit", "cuDevice", "cuCtxPush", "cuGetError")):
-                return INVALID_CONTEXT
-            return call(self, *(getattr(one, "_obj", one) for one in arguments)) or 0
+            with self._lock:
+                if not self.num_current and not name.startswith(("cuInit", "cuDevice", "cuCtxPush", "cuGetError")):
+                    return INVALID_CONTEXT
+                return call(self, *(getattr(one, "_obj", one) for one in arguments)) or 0
 
         return run
 
