@@ -41,7 +41,7 @@ class FakeCuda:
 
     Attributes:
         mapped: bytes that it has opened, by address; handles: memory that it knows by a number. Both are empty when all
-        was given back. num_current: contexts that were pushed and not popped.
+        was given back. num_current: contexts that were pushed and not popped. calls: the names of those that were made.
     """
 
     def __init__(self, uuid: bytes, is_other_process: bool = False) -> None:
@@ -51,7 +51,7 @@ class FakeCuda:
         self.mapped: dict[int, int] = {}
         self.handles: dict[int, int] = {}  # descriptors
         self.num_current = 0
-        self.num_settled = 0
+        self.calls: list[str] = []
         self._allocations: dict[int, tuple[int, int, bool]] = {}  # bytes, descriptor, by cuMemCreate
         self._next = 1
         self._lock = threading.Lock()
@@ -80,6 +80,7 @@ class FakeCuda:
             if name in self.failing:
                 return OUT_OF_MEMORY
             with self._lock:
+                self.calls.append(name)
                 if not self.num_current and not name.startswith(("cuInit", "cuDevice", "cuCtxPush", "cuGetError")):
                     return INVALID_CONTEXT
                 return call(self, *(getattr(one, "_obj", one) for one in arguments)) or 0
@@ -105,8 +106,7 @@ class FakeCuda:
     def _cuCtxPopCurrent_v2(self, context: Any) -> None:
         self.num_current -= 1
 
-    def _cuCtxSynchronize(self) -> None:
-        self.num_settled += 1
+    def _cuCtxSynchronize(self) -> None: ...
 
     def _cuGetErrorName(self, code: int, text: Any) -> None:
         text.value = _NAMES[code]
