@@ -445,15 +445,11 @@ class AsyncLLMEngine:
         self, weights: Mapping[Any, Any], partial: bool, in_flight: InFlight, keep: bool
     ) -> None:
         delivery = await self.in_thread(lambda: WeightDelivery(weights, partial, in_flight, keep))
-        kept = False
         try:
             takers = await self._deliver(delivery)
             self._remember(delivery, partial, keep)
-            kept = keep
         finally:
             delivery.close()
-            if delivery.shared is not None and not kept:
-                delivery.shared.close()
         for replica in self._requests.serving():
             if replica not in takers:  # it has been started again meanwhile, whether or not the one before had them
                 self._restore(replica)
@@ -486,14 +482,15 @@ class AsyncLLMEngine:
 
     def _remember(self, delivery: WeightDelivery, partial: bool, keep: bool) -> None:
         """Has processes that are started again get the weights that were delivered; not with `keep` False."""
+        if not self._may_restart:
+            return
         replaced = [one for one in self._given if not partial or one.names <= delivery.names]
         self._given = [one for one in self._given if one not in replaced]
         for one in replaced:
             one.close()
         before = self._not_kept if partial else frozenset()
         if keep:
-            assert delivery.shared is not None
-            self._given.append(delivery.shared)
+            self._given.append(delivery.take_copy())
             self._not_kept = before - delivery.names
         else:
             self._not_kept = before | delivery.names

@@ -37,7 +37,7 @@ class DeviceWeights:
     def __init__(self, weights: Mapping[Any, Any]) -> None:
         begun = time.perf_counter()
         found = {name: _on_one_device(name, array) for name, array in flat_weights(weights).items()}
-        self._held = [array.__dlpack__() for array in found.values()]  # a reference of its own to the memory of each
+        self._held = [_reference(name, array) for name, array in found.items()]
         computed = time.perf_counter()
         self.allocations: list[Allocation] = []
         self.arrays: list[DeviceArray] = []
@@ -84,18 +84,16 @@ class DeviceWeights:
 
 def _on_one_device(name: str, array: Any) -> Any:
     """The array, computed, as one device has it."""
+    if not hasattr(type(array), "addressable_shards"):
+        raise MemoryNotSharedError(f"{name!r} is a {type(array).__name__}, not an array of JAX")
     try:
-        if not hasattr(array, "addressable_shards"):
-            raise MemoryNotSharedError(f"{name!r} is a {type(array).__name__}, not an array of JAX")
         array.block_until_ready()
         is_whole = array.is_fully_replicated
         array = array.addressable_shards[0].data
         layout, memory = array.format.layout, array.sharding.memory_kind
-    except MemoryNotSharedError:
-        raise
     except Exception as error:  # JAX has several, for one that was deleted, is traced, or lies on other hosts
         raise MemoryNotSharedError(f"{name!r} cannot be had: {error}") from error
-    shared_memory_device(array.device)
+    shared_memory_device(array.device)  # there is one
     if not is_whole:
         raise MemoryNotSharedError(f"{name!r} is split over devices")
     if str(array.dtype) not in _TYPES:
@@ -105,3 +103,11 @@ def _on_one_device(name: str, array: Any) -> Any:
     if tuple(layout.major_to_minor) != tuple(range(array.ndim)):
         raise MemoryNotSharedError(f"{name!r} is not in C order")
     return array
+
+
+def _reference(name: str, array: Any) -> Any:
+    """A reference to the array's memory, which stays while there is one, even if the array is deleted or donated."""
+    try:
+        return array.__dlpack__()
+    except Exception as error:  # JAX has several
+        raise MemoryNotSharedError(f"{name!r} cannot be referred to: {error}") from error

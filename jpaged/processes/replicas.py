@@ -312,27 +312,20 @@ class ReplicatedEngine(RequestIntake):
         delivery = WeightDelivery(weights, partial, in_flight, keep=False)
         try:
             self._router.forget_prefixes()
-            values = self._ask_each(delivery.first())
-            unreachable = {
-                replica: value
-                for replica, value in zip(self._replicas, values, strict=True)
-                if isinstance(value, wire.Unreachable)
-            }
+            values = dict(zip(self._replicas, self._ask_each(delivery.first()), strict=True))
+            unreachable = {one: value for one, value in values.items() if isinstance(value, wire.Unreachable)}
             if unreachable:
                 question = delivery.again(next(iter(unreachable.values())))
-                again = dict(zip(unreachable, self._ask_each(question, list(unreachable)), strict=True))
-                values = [again.get(replica, value) for replica, value in zip(self._replicas, values, strict=True)]
-            refusal = next((value for value in values if isinstance(value, wire.Error)), None)
+                values |= zip(unreachable, self._ask_each(question, list(unreachable)), strict=True)
+            takers = {one: value for one, value in values.items() if isinstance(value, wire.Changed)}
+            refusal = next((value for value in values.values() if isinstance(value, wire.Error)), None)
             if refusal is not None:
                 error = error_of(refusal.kind, refusal.message)
-                paired = zip(self._replicas, values, strict=True)
-                self._take_back([replica for replica, value in paired if isinstance(value, wire.Changed)], error)
+                self._take_back(list(takers), error)
                 raise error
-            self._keep_to_least([value for value in values if isinstance(value, wire.Changed)])
+            self._keep_to_least(list(takers.values()))
         finally:
             delivery.close()
-            if delivery.shared is not None:
-                delivery.shared.close()
 
     def _take_back(self, takers: Sequence[_Replica], error: JPagedError) -> None:
         """Has no replica keep weights that another one refused with `error`. Those that slept at level 2 do so again;

@@ -20,16 +20,15 @@ log = logging.getLogger("jpaged.engine")
 
 
 class WeightDelivery:
-    """One call of `update_weights` with its arrays.
+    """The arrays of one call of `update_weights`, and their ways.
 
     weights, partial, in_flight: as of `LLMEngine.update_weights`, a mapping. keep: a copy in host memory is made in any
-        case, for its caller to keep.
+        case, for `take_copy`.
 
     Attributes:
         names: of the arrays.
-        shared: the copy in host memory, once there is one.
         seconds: that parts of it took: "copy" to host memory; as `DeviceWeights.seconds`; and of the slowest engine
-            process, "open" and "write".
+            process, "open", "write" and "close".
 
     Raises:
         InvalidParameterError: as `flat_weights` and `SharedWeights`.
@@ -40,7 +39,7 @@ class WeightDelivery:
         self._partial, self._in_flight = partial, in_flight
         self._on_device: DeviceWeights | None = None
         self.names = frozenset(self._weights)
-        self.shared: SharedWeights | None = None
+        self._shared: SharedWeights | None = None
         self.seconds: dict[str, float] = {}
         if keep:
             self._share()
@@ -71,18 +70,26 @@ class WeightDelivery:
                 for part, seconds in answer.seconds.items():
                     self.seconds[part] = max(self.seconds.get(part, 0.0), seconds)
 
+    def take_copy(self) -> SharedWeights:
+        """The copy in host memory, which is the caller's from here on."""
+        copy = self._share()
+        self._shared = None
+        return copy
+
     def close(self) -> None:
-        """Lets go of the arrays on the device; `shared` stays."""
+        """Lets go of the arrays, and of the copy if nobody has taken it. No engine process reads them any more."""
         if self._on_device is not None:
             self._on_device.close()
+        if self._shared is not None:
+            self._shared.close()
 
     def _through_host(self) -> wire.UpdateWeights:
         shared = self._share()
         return wire.UpdateWeights(shared.path, shared.arrays, self._partial, self._in_flight)
 
     def _share(self) -> SharedWeights:
-        if self.shared is None:
+        if self._shared is None:
             begun = time.perf_counter()
-            self.shared = SharedWeights(self._weights)
+            self._shared = SharedWeights(self._weights)
             self.seconds["copy"] = time.perf_counter() - begun
-        return self.shared
+        return self._shared

@@ -105,13 +105,13 @@ def test_what_cannot_stay_on_the_device_goes_through_host_memory_and_says_why(cu
         assert isinstance(delivery.first(), wire.UpdateWeights)
         assert reason in caplog.text
         assert delivery.seconds.keys() == {"copy"}
-        delivery.shared.close()
+        delivery.close()
     before = len(os.listdir("/proc/self/fd"))
     for call in ("cuMemRetainAllocationHandle", "cuMemExportToShareableHandle", "cuCtxPushCurrent_v2"):
         cuda.failing = {call, "cuIpcGetMemHandle"}
         delivery = WeightDelivery({"a": array}, False, "recompute", keep=False)
         assert isinstance(delivery.first(), wire.UpdateWeights), call
-        delivery.shared.close()
+        delivery.close()
         assert len(os.listdir("/proc/self/fd")) == before
     gone = jnp.ones(3)
     gone.delete()
