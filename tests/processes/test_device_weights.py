@@ -87,7 +87,7 @@ def test_a_process_that_cannot_have_the_memory_keeps_nothing_of_it(cuda, other):
         assert (driver.mapped, driver.handles) == ({}, {})
 
 
-def test_what_cannot_stay_on_the_device_goes_through_host_memory_and_says_why(cuda, caplog):
+def test_what_cannot_stay_on_the_device_goes_through_host_memory_and_says_why(cuda, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "jpaged.engine")
     array = on_device(cuda, {"a": np.ones((2, 3), np.float32)})["a"]
     [device] = array.devices()
@@ -106,6 +106,10 @@ def test_what_cannot_stay_on_the_device_goes_through_host_memory_and_says_why(cu
         assert reason in caplog.text
         assert delivery.seconds.keys() == {"copy"}
         delivery.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(array), "is_fully_replicated", False)
+        with pytest.raises(MemoryNotSharedError, match="'a' is split over devices"):
+            DeviceWeights({"a": array})
     before = len(os.listdir("/proc/self/fd"))
     for call in ("cuMemRetainAllocationHandle", "cuMemExportToShareableHandle", "cuCtxPushCurrent_v2"):
         cuda.failing = {call, "cuIpcGetMemHandle"}
