@@ -74,7 +74,7 @@ class SharedMemoryDevice:
         was created without a type of handle."""
         with self._current():
             memory = ctypes.c_uint64()
-            if self._cuda.cuMemRetainAllocationHandle(ctypes.byref(memory), ctypes.c_void_p(base)):
+            if self._code("cuMemRetainAllocationHandle", ctypes.byref(memory), ctypes.c_void_p(base)):
                 handle = _Handle()
                 self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(base))
                 return bytes(handle)
@@ -142,11 +142,18 @@ class SharedMemoryDevice:
             self._cuda.cuCtxPopCurrent_v2(ctypes.byref(popped))
 
     def _call(self, name: str, *arguments: Any) -> None:
-        code = getattr(self._cuda, name)(*arguments)
+        code = self._code(name, *arguments)
         if code:
             text = ctypes.c_char_p()
-            self._cuda.cuGetErrorName(code, ctypes.byref(text))
+            self._code("cuGetErrorName", code, ctypes.byref(text))
             raise MemoryNotSharedError(f"{name} failed: {(text.value or b'error %d' % code).decode()}")
+
+    def _code(self, name: str, *arguments: Any) -> int:
+        try:
+            call = getattr(self._cuda, name)
+        except AttributeError as error:
+            raise MemoryNotSharedError(f"the NVIDIA driver is too old: {error}") from error
+        return int(call(*arguments))
 
 
 @cache
@@ -157,9 +164,10 @@ def gpu(ordinal: int) -> SharedMemoryDevice:
         MemoryNotSharedError: there is no NVIDIA driver, it lacks these calls, or they fail.
     """
     try:
-        return SharedMemoryDevice(ctypes.CDLL("libcuda.so.1"), ordinal)
-    except (OSError, AttributeError) as error:  # no library; or an old one
-        raise MemoryNotSharedError(f"the NVIDIA driver cannot share memory: {error}") from error
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise MemoryNotSharedError(f"there is no NVIDIA driver: {error}") from error
+    return SharedMemoryDevice(cuda, ordinal)
 
 
 BY_PLATFORM: dict[str, Callable[[int], SharedMemoryDevice]] = {"gpu": gpu}

@@ -48,7 +48,7 @@ class DeviceWeights:
             for name, array in found.items():
                 self.arrays.append(self._place(name, array, shared_memory_device(array.device)))
             self._server = DescriptorServer(self._fds)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # no socket; no thread
             self.close()
             raise MemoryNotSharedError(f"descriptors cannot be handed out: {error}") from error
         except BaseException:

@@ -29,7 +29,11 @@ def opened(message: UpdateWeightsOnDevice) -> Iterator[dict[str, jax.Array]]:
         views = {}
         for array in message.arrays:
             device, _ = devices[message.allocations[array.allocation].device]
-            found = view(bases[array.allocation] + array.offset, array.shape, np.dtype(array.dtype), device)
+            address = bases[array.allocation] + array.offset
+            try:
+                found = view(address, array.shape, np.dtype(array.dtype), device)
+            except Exception as error:  # JAX has several
+                raise MemoryNotSharedError(f"JAX does not take {array.name!r}: {error}") from error
             stack.callback(found.delete)
             views[array.name] = found
         for _, memory in devices.values():

@@ -81,6 +81,14 @@ def test_a_handle_is_not_opened_in_its_own_process(drivers):
         device.open(handle, 4096)
 
 
+def test_a_driver_without_the_calls_is_too_old():
+    class Old(FakeCuda):
+        _cuDeviceGetUuid_v2 = None
+
+    with pytest.raises(MemoryNotSharedError, match=r"driver is too old: undefined symbol: cuDeviceGetUuid_v2"):
+        SharedMemoryDevice(Old(UUID), 0)
+
+
 def test_without_a_driver_or_with_another_device_memory_is_not_shared(monkeypatch):
     with pytest.raises(MemoryNotSharedError, match="is no GPU"):
         shared_memory_device(jax.devices("cpu")[0])
@@ -90,6 +98,6 @@ def test_without_a_driver_or_with_another_device_memory_is_not_shared(monkeypatc
 
     monkeypatch.setattr("jpaged.host.device_memory.ctypes.CDLL", missing)
     gpu.cache_clear()
-    with pytest.raises(MemoryNotSharedError, match=r"cannot share memory: libcuda\.so\.1"):
+    with pytest.raises(MemoryNotSharedError, match=r"there is no NVIDIA driver: libcuda\.so\.1"):
         gpu(0)
     gpu.cache_clear()

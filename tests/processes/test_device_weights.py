@@ -3,6 +3,7 @@
 import itertools
 import logging
 import os
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.experimental.layout import Format, Layout
 from jpaged.api.errors import InvalidParameterError
 from jpaged.host import device_memory
 from jpaged.host.device_memory import MemoryNotSharedError, SharedMemoryDevice
-from jpaged.processes import wire
+from jpaged.processes import opened_weights, wire
 from jpaged.processes.descriptors import DescriptorServer, take_descriptors
 from jpaged.processes.device_weights import DeviceWeights
 from jpaged.processes.opened_weights import opened
@@ -71,12 +72,17 @@ def test_arrays_are_read_where_the_sender_has_them(cuda, other, created):
             pass
 
 
-def test_a_process_that_cannot_have_the_memory_keeps_nothing_of_it(cuda, other):
+def test_a_process_that_cannot_have_the_memory_keeps_nothing_of_it(cuda, other, monkeypatch):
     sent = DeviceWeights(on_device(cuda, {"a": np.ones(3, np.float32)}))
     fake_cuda.install(other)
     other.failing = {"cuMemSetAccess"}
     with pytest.raises(MemoryNotSharedError, match="cuMemSetAccess"), opened(message(sent)):
         pass
+    other.failing = set()
+    with monkeypatch.context() as patch:
+        patch.setattr(opened_weights, "view", Mock(side_effect=RuntimeError("no such layout")))
+        with pytest.raises(MemoryNotSharedError, match="JAX does not take 'a': no such layout"), opened(message(sent)):
+            pass
     elsewhere = FakeCuda(bytes(16))
     fake_cuda.install(elsewhere)
     unseen = f"does not see the GPU with UUID {UUID.hex()}"
