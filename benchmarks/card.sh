@@ -49,7 +49,7 @@
 #     move-blocks              40  copies, gathers and scatters of blocks: the GPU tests, and the copy's rate
 #     families                100  tiny models of every family: the same tokens in all cache layouts
 #     rollouts                110  8B beside a trainer: new weights, sleep, streams kept
-#     rollouts-process         90  8B in a process of its own: new weights
+#     rollouts-process        100  8B in a process of its own: new weights by part of an update, after a GPU test of them
 #     shared-device            60  8B and a trainer that take turns on the device
 #     grpo                     80  ten steps of GRPO on the embedded model (examples/teach_stories), part by part
 #     tunix                   120  rollouts of 0.6B beside Tunix' own sampler (google-tunix)
@@ -68,7 +68,7 @@
 #     survival                110  8B behind the server, its engine killed twice: the pause, part by part
 #     plan-1                  515  Triton's calls, fewer bits, batch invariance, structured output
 #     plan-2                  520  mixtures and hybrids, and in fewer bits
-#     plan-3                  550  quality in fewer bits, of a larger model; rollouts
+#     plan-3                  560  quality in fewer bits, of a larger model; rollouts
 #
 # Seconds are estimates for an H200 and 16 cores, compilation included. Where BUDGET_S is set, a step starts only if its
 # seconds are left of it; those that follow may still fit. Each command of a step may take twice the step's seconds, and
@@ -388,6 +388,7 @@ run_step() { # NAME
         rollouts)
             bench rollouts "${LLAMA[@]}" "${ROLLOUTS[@]}" "${STREAMS[@]}" ;;
         rollouts-process)
+            gpu_tests tests/processes/test_weights_on_gpu.py
             bench rollouts "${LLAMA[@]}" "${ROLLOUTS[@]}" --engine-process ;;
         shared-device)
             options=("${LLAMA[@]}" --trainer-gib 16 --max-num-batched-tokens 2048)

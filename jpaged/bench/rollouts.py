@@ -11,7 +11,12 @@ engine's --gpu-memory-utilization.
 Greedy tokens are compared: those of the first weights must come back with these weights, and after each sleep.
 
 --engine-process measures updates of an engine in a process of its own instead. The arrays come from this process,
-which has them on the same device.
+which has them on the same device. Each figure says which way they went, and has the parts of an update:
+
+  ready      until the arrays are computed, which they are here
+  copy       to host memory: where they cannot stay on the device, or for a process that is started again
+  export     of the device's memory; open: in the engine process, of that or of the host's; close: of it
+  write      into the engine's parameters
 """
 
 import argparse
@@ -278,24 +283,35 @@ async def _measure_process(args: argparse.Namespace) -> tuple[list[dict[str, Any
         model, weights = _trainers_weights(engine_args)
     named = dict(zip(model.parameter_names, weights, strict=True))
     begun = time.perf_counter()
-    seconds: list[float] = []
+    figures, way = [], ""
     async with AsyncLLMEngine(engine_args) as engine:
         await engine.ready()
         startup_s = time.perf_counter() - begun
-        for number in range(min(args.rounds, 5)):
-            named = jax.block_until_ready({name: _changed(array, number) for name, array in named.items()})
-            with _timed(seconds):
-                await engine.update_weights(named)
-    figure = {
-        "part": "update of an engine in another process",
-        "arrays": len(named),
-        "bytes": sum(array.nbytes for array in named.values()),
-        "rounds": len(seconds) - 1,
-        **_spread(seconds[1:]),
-        "first_ms": 1000 * seconds[0],
-    }
-    print(_line(figure), flush=True)
-    return [figure], startup_s
+        for keep in (False, True):
+            seconds: list[float] = []
+            parts: list[dict[str, float]] = []
+            for number in range(min(args.rounds, 5)):
+                named = jax.block_until_ready({name: _changed(array, number) for name, array in named.items()})
+                with _timed(seconds):
+                    await engine.update_weights(named, keep=keep)
+                parts.append(engine.update_seconds)
+            if not keep:
+                way = "through the host" if "copy" in parts[-1] else "on the device"
+            bytes_ = sum(array.nbytes for array in named.values())
+            figure = {
+                "part": "update of an engine in another process" + (", with a copy to keep" if keep else ""),
+                "way": way,
+                "arrays": len(named),
+                "bytes": bytes_,
+                "rounds": len(seconds) - 1,
+                **_spread(seconds[1:]),
+                "first_ms": 1000 * seconds[0],
+                **{f"{part}_ms": 1000 * statistics.median(one[part] for one in parts[1:]) for part in parts[-1]},
+                "gib_per_s": bytes_ / 2**30 / statistics.median(seconds[1:]),
+            }
+            print(_line(figure), flush=True)
+            figures.append(figure)
+    return figures, startup_s
 
 
 @contextmanager

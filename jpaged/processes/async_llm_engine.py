@@ -24,6 +24,7 @@ from typing import Any, Self, TypeVar
 from jpaged.api.checks import check_bool, check_choice, check_integer
 from jpaged.api.config import EngineArgs, RestartOptions
 from jpaged.api.errors import (
+    EngineDeadError,
     EngineRestartingError,
     InvalidParameterError,
     JPagedError,
@@ -48,10 +49,13 @@ from jpaged.processes.request_record import RequestRecord
 from jpaged.processes.request_stream import RequestStream
 from jpaged.processes.shared_weights import SharedWeights
 from jpaged.processes.tokenizing import AsyncTokenizer
+from jpaged.processes.weight_delivery import WeightDelivery
 from jpaged.text.tokenizer import Tokenizer
 
 VIEW_S = 5.0
 """What is asked of replicas to look at them has this long to come. One that hangs is left out."""
+
+_NOT_KEPT = "no copy was kept of its weights (update_weights with keep=False); start an engine and give it weights"
 
 _T = TypeVar("_T")
 _AnswerT = TypeVar("_AnswerT", wire.Stats, wire.Pool, wire.Requests, wire.Changed, wire.Intact)
@@ -98,6 +102,7 @@ class AsyncLLMEngine:
         metrics: what it counts and times.
         observers: are told of each request that has ended, such as `Traces` and `RequestLog`; closed by `shutdown`.
         keeper: of the processes; None with `link`.
+        update_seconds: of the parts of the last `update_weights`, as `WeightDelivery.seconds`.
 
     Raises:
         ModelNotFoundError, CheckpointError: there is no such model or tokenizer. What else may be wrong with the model
@@ -127,6 +132,7 @@ class AsyncLLMEngine:
                 processes.wait(SHUTDOWN_S)
             raise
         restarts = restarts or RestartOptions()
+        self._may_restart = restarts.max_restarts > 0
         self._fleet = Fleet(args, restarts, processes, link, self._begin, self._begin_again)
         self._requests = self._fleet.requests
         self.keeper = self._fleet.keeper
@@ -136,6 +142,8 @@ class AsyncLLMEngine:
         self._is_paused = False
         self._update: asyncio.Future[None] | None = None  # of weights, whether or not somebody waits for it
         self._given: list[SharedWeights] = []  # what `update_weights` has brought, for processes started again
+        self._not_kept: frozenset[str] = frozenset()  # names of what it has brought since, and nobody can bring again
+        self.update_seconds: dict[str, float] = {}
         self._tokenizing = AsyncTokenizer(self.tokenizer)
 
     @classmethod
@@ -392,24 +400,34 @@ class AsyncLLMEngine:
         await self._fleet.ask(wire.WakeUp(), wire.Changed)
 
     async def update_weights(
-        self, weights: Mapping[Any, Any], *, partial: bool = False, in_flight: InFlight = "recompute"
+        self,
+        weights: Mapping[Any, Any],
+        *,
+        partial: bool = False,
+        in_flight: InFlight = "recompute",
+        keep: bool = True,
     ) -> None:
-        """As `LLMEngine.update_weights`, on every replica. The arrays go through the host, in memory that the engine
-        processes map. This process keeps that memory, so that an engine process that ends and is started again has
-        the weights that it was given, not the checkpoint's, before it goes on with its requests.
+        """As `LLMEngine.update_weights`, on every replica. Arrays on a GPU that an engine process sees are read there;
+        others go through the host, in memory that the engine processes map. This process keeps a copy in such memory,
+        so that an engine process that ends and is started again has the weights that it was given, not the
+        checkpoint's, before it goes on with its requests.
 
         Args:
             weights: a mapping, nested or flat, from names to arrays, such as an `nnx.State`.
             partial, in_flight: as there.
+            keep: keep that copy. Without it, an engine process that ends is not started again, until all that was not
+                kept has been given once more. Nothing is kept with `max_restarts=0`.
         Raises:
             InvalidParameterError: as there; all replicas go on with the weights that they have.
             OutOfMemoryError: as there; all replicas sleep on, without weights.
             EngineRestartingError: a replica's process is being started again; or all ended while they took the weights,
                 for want of memory say, and go on with those that they had.
+            EngineDeadError: all ended while they took the weights, and nothing was kept of those that they had.
             UnsupportedParameterError: another process has started the engine processes; call it there.
         """
         check_choice("in_flight", in_flight, InFlight)
         check_bool("partial", partial)
+        check_bool("keep", keep)
         await self.ready()
         self._fleet.check_alive()
         if self._fleet.is_kept_elsewhere:
@@ -419,36 +437,65 @@ class AsyncLLMEngine:
         if self.is_restarting:
             raise EngineRestartingError("An engine process is being started again; it takes weights when it serves.")
         # Who stops waiting does not undo it: processes that have the message take the weights, and all must.
-        self._update = asyncio.ensure_future(self._replace_weights(weights, partial, in_flight))
+        keep = keep and self._may_restart
+        self._update = asyncio.ensure_future(self._replace_weights(weights, partial, in_flight, keep))
         await asyncio.shield(self._update)
 
-    async def _replace_weights(self, weights: Mapping[Any, Any], partial: bool, in_flight: InFlight) -> None:
-        shared = await self.in_thread(lambda: SharedWeights(weights))
+    async def _replace_weights(
+        self, weights: Mapping[Any, Any], partial: bool, in_flight: InFlight, keep: bool
+    ) -> None:
+        delivery = await self.in_thread(lambda: WeightDelivery(weights, partial, in_flight, keep))
         try:
-            self._requests.router.forget_prefixes()
-            question = wire.UpdateWeights(shared.path, shared.arrays, partial, in_flight)
-            answers = await self._fleet.ask_each(question)
-            takers = [replica for replica, answer in answers.items() if isinstance(answer, wire.Changed)]
-            try:
-                raise_refusal(answers)
-            except JPagedError:
-                await self._take_back(takers)
-                raise
-            if not takers:  # those that take their place are given what they had
-                raise EngineRestartingError(
-                    "The engine process ended while it took the weights; the next one goes on with those that it had."
-                    " The log says how it ended."
-                )
-        except BaseException:
-            shared.close()
-            raise
-        replaced = [one for one in self._given if not partial or one.names <= shared.names]
-        self._given = [*(one for one in self._given if one not in replaced), shared]
-        for one in replaced:
-            one.close()
+            takers = await self._deliver(delivery)
+            self._remember(delivery, partial, keep)
+        finally:
+            delivery.close()
         for replica in self._requests.serving():
             if replica not in takers:  # it has been started again meanwhile, whether or not the one before had them
                 self._restore(replica)
+
+    async def _deliver(self, delivery: WeightDelivery) -> list[AsyncLink]:
+        """Returns those that took the weights. Raises the refusal of one that did not; then none has them."""
+        self._requests.router.forget_prefixes()
+        answers = await self._fleet.ask_each(await self.in_thread(delivery.first))
+        unreachable = {one: answer for one, answer in answers.items() if isinstance(answer, wire.Unreachable)}
+        if unreachable:
+            reason = next(iter(unreachable.values()))
+            question = await self.in_thread(lambda: delivery.again(reason))
+            answers |= await self._fleet.ask_each(question, of=unreachable)
+        delivery.count(answers.values())
+        self.update_seconds = delivery.seconds
+        takers = [replica for replica, answer in answers.items() if isinstance(answer, wire.Changed)]
+        try:
+            raise_refusal(answers)
+        except JPagedError:
+            await self._take_back(takers)
+            raise
+        if takers:
+            return takers
+        what = "The engine process ended while it took the weights"
+        if self._not_kept:
+            raise EngineDeadError(f"{what}; {_NOT_KEPT}.")
+        raise EngineRestartingError(  # those that take its place are given what they had
+            f"{what}; the next one goes on with those that it had. The log says how it ended."
+        )
+
+    def _remember(self, delivery: WeightDelivery, partial: bool, keep: bool) -> None:
+        """Has processes that are started again get the weights that were delivered; not with `keep` False."""
+        if not self._may_restart:
+            return
+        replaced = [one for one in self._given if not partial or one.names <= delivery.names]
+        self._given = [one for one in self._given if one not in replaced]
+        for one in replaced:
+            one.close()
+        before = self._not_kept if partial else frozenset()
+        if keep:
+            self._given.append(delivery.take_copy())
+            self._not_kept = before - delivery.names
+        else:
+            self._not_kept = before | delivery.names
+        if self._fleet.keeper is not None:
+            self._fleet.keeper.why_not_again = _NOT_KEPT if self._not_kept else ""
 
     async def _take_back(self, takers: Sequence[AsyncLink]) -> None:
         """Has no replica keep weights that another one refused. Those that slept at level 2 do so again; the processes
@@ -518,7 +565,10 @@ class AsyncLLMEngine:
 
     def _restore(self, replica: AsyncLink) -> None:
         """Gives a new process what `update_weights` and `pause` had made of the one before it. It does so before it
-        reads the requests that are added after this."""
+        reads the requests that are added after this. Ends it if that cannot be had any more."""
+        if self._not_kept:
+            self._fleet.replace(replica, f"It cannot have the weights of the one before it: {_NOT_KEPT}")
+            return
         questions: list[wire.Question] = [
             wire.UpdateWeights(one.path, one.arrays, True, "recompute") for one in self._given
         ]

@@ -21,18 +21,22 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from jpaged.api.errors import EngineDeadError, JPagedError
 from jpaged.frontend.llm_engine import LLMEngine, check_one_host
+from jpaged.host.device_memory import MemoryNotSharedError
 from jpaged.host.imports import keep_torch_out
 from jpaged.host.parent import end_with_parent
 from jpaged.processes import handover, wire
 from jpaged.processes.client_requests import ClientRequests, make_client_requests
 from jpaged.processes.connection import RECEIVE_BYTES, Connection, ConnectionClosedError
 from jpaged.processes.flight_recorder import FlightRecorder
+from jpaged.processes.opened_weights import opened
 from jpaged.processes.pool_view import PoolView, view_pool
 from jpaged.processes.pulse import IDLE_BEAT_S, Pulse
 from jpaged.processes.shared_weights import map_arrays
@@ -41,6 +45,8 @@ from jpaged.processes.trials import Trials
 
 _SHORTEST_WAIT_S = 0.001
 """`poll` takes whole milliseconds, so a shorter wait is no wait."""
+
+_NewWeights = wire.UpdateWeights | wire.UpdateWeightsOnDevice
 
 
 class EngineProcess:
@@ -174,7 +180,7 @@ class EngineProcess:
         try:
             return wire.Answer(call.call_id, self._reply(call.question))
         except JPagedError as error:
-            if isinstance(error, EngineDeadError) and isinstance(call.question, wire.UpdateWeights):
+            if isinstance(error, EngineDeadError) and isinstance(call.question, _NewWeights):
                 raise  # this process has no weights of use; the one that takes its place is given them again
             return wire.Answer(call.call_id, wire.Error(type(error).__name__, str(error)))
 
@@ -191,17 +197,15 @@ class EngineProcess:
             return wire.Intact()
         if isinstance(question, wire.ResetPrefixCache):
             return wire.Changed(int(engine.reset_prefix_cache()), engine.request_limits())
-        if isinstance(question, wire.Sleep | wire.WakeUp | wire.UpdateWeights | wire.GiveBackWeights):
+        if isinstance(question, wire.Sleep | wire.WakeUp | _NewWeights | wire.GiveBackWeights):
             self._pulse.rest()  # gigabytes are moved, read or mapped
         if isinstance(question, wire.Sleep):
             return wire.Changed(int(engine.sleep(question.level)), engine.request_limits())
         if isinstance(question, wire.WakeUp):
             engine.wake_up()
             return wire.Changed(1, engine.request_limits())
-        if isinstance(question, wire.UpdateWeights):
-            weights = map_arrays(question.path, question.arrays)
-            engine.update_weights(weights, partial=question.partial, in_flight=question.in_flight)
-            return wire.Changed(1, engine.request_limits())
+        if isinstance(question, _NewWeights):
+            return self._update_weights(question)
         if isinstance(question, wire.GiveBackWeights):
             return wire.Changed(int(engine.startup.give_back_weights()), engine.request_limits())
         if isinstance(question, wire.SetPaused):
@@ -213,6 +217,26 @@ class EngineProcess:
         tokens = np.frombuffer(question.token_ids, np.int32).tolist()
         change = engine.pin_prefix if isinstance(question, wire.PinPrefix) else engine.unpin_prefix
         return wire.Changed(int(change(tokens, question.cache_salt)), engine.request_limits())
+
+    def _update_weights(self, question: wire.UpdateWeights | wire.UpdateWeightsOnDevice) -> wire.Reply:
+        begun = time.perf_counter()
+        with ExitStack() as stack:
+            if isinstance(question, wire.UpdateWeights):
+                weights: Mapping[str, Any] = map_arrays(question.path, question.arrays)
+            else:
+                try:
+                    weights = stack.enter_context(opened(question))
+                except MemoryNotSharedError as error:
+                    return wire.Unreachable(str(error))
+            has_them = time.perf_counter()
+            self._engine.update_weights(weights, partial=question.partial, in_flight=question.in_flight)
+            has_written = time.perf_counter()
+        seconds = {
+            "open": has_them - begun,
+            "write": has_written - has_them,
+            "close": time.perf_counter() - has_written,
+        }
+        return wire.Changed(1, self._engine.request_limits(), seconds)
 
     def _pool_view(self) -> PoolView:
         scheduler = self._engine.core.scheduler

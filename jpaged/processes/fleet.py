@@ -247,7 +247,8 @@ class Fleet:
             self.keeper.serves(replica.index, replica.ready.startup_s)
         self._keep_to_least()
         self._begins_again(replica)
-        self.requests.hand_on(replica)
+        if not replica.lost:  # else it was found to be of no use
+            self.requests.hand_on(replica)
 
     def _keep_to_least(self) -> None:
         """A request may get to any replica."""

@@ -75,6 +75,7 @@ class EngineKeeper:
     Attributes:
         channels: of the other clients, by their number; they get their sockets over these.
         last_words: what a replica's process said before it ended, by replica.
+        why_not_again: why a process that ends from here on is given up, with what to do about it; empty: it is not.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class EngineKeeper:
     ) -> None:
         self.channels: dict[int, socket.socket] = {}
         self.last_words: dict[int, str] = {}
+        self.why_not_again = ""
         self._processes = processes
         self._options = options
         self._on_replaced = on_replaced
@@ -204,7 +206,7 @@ class EngineKeeper:
             what = f"{which} has ended. {words.rstrip('.')}"
         await self._write_last_steps(replica, what)
         was_of_use = processes.pulses[replica].num_steps > 0
-        while (wait_s := limit.wait_s(was_of_use)) is not None:
+        while not self.why_not_again and (wait_s := limit.wait_s(was_of_use)) is not None:
             log.error("%s; starting it again%s (%s)", what, f" in {wait_s:g} s" if wait_s else "", limit)
             if wait_s:
                 await asyncio.sleep(wait_s)
@@ -216,7 +218,7 @@ class EngineKeeper:
                 continue
             self._hand_over(replica, sockets)
             return
-        self._give_up(replica, EngineDeadError(f"{what}; start it anew."))
+        self._give_up(replica, EngineDeadError(f"{what}; {self.why_not_again or 'start it anew'}."))
 
     async def _write_last_steps(self, replica: int, what: str) -> None:
         """Writes what a process did last, if that is possible: requests wait for the next one."""

@@ -56,7 +56,7 @@ from jpaged.processes import wire
 from jpaged.processes.launch import EngineProcesses, ended_how
 from jpaged.processes.links import SyncLink
 from jpaged.processes.router import Router
-from jpaged.processes.shared_weights import SharedWeights
+from jpaged.processes.weight_delivery import WeightDelivery
 from jpaged.text.tokenizer import Tokenizer
 
 _WAIT_S = 0.05
@@ -296,8 +296,10 @@ class ReplicatedEngine(RequestIntake):
         self._change(wire.SetPaused(False))
 
     def update_weights(self, weights: Any, *, partial: bool = False, in_flight: InFlight = "recompute") -> None:
-        """As `LLMEngine.update_weights`, on every replica. The arrays go through the host, in memory that the replicas
-        share. weights: a mapping, nested or flat, from names to arrays, such as an `nnx.State`.
+        """As `LLMEngine.update_weights`, on every replica. Arrays on a GPU that a replica sees are read there; others
+        go through the host, in memory that the replicas share.
+
+        weights: a mapping, nested or flat, from names to arrays, such as an `nnx.State`.
 
         Raises:
             InvalidParameterError: as there; all replicas go on with the weights that they have. If only some can take
@@ -307,19 +309,23 @@ class ReplicatedEngine(RequestIntake):
         check_choice("in_flight", in_flight, InFlight)
         check_bool("partial", partial)
         self._check_alive()
-        shared = SharedWeights(weights)
+        delivery = WeightDelivery(weights, partial, in_flight, keep=False)
         try:
             self._router.forget_prefixes()
-            values = self._ask_each(wire.UpdateWeights(shared.path, shared.arrays, partial, in_flight))
-            refusal = next((value for value in values if isinstance(value, wire.Error)), None)
+            values = dict(zip(self._replicas, self._ask_each(delivery.first()), strict=True))
+            unreachable = {one: value for one, value in values.items() if isinstance(value, wire.Unreachable)}
+            if unreachable:
+                question = delivery.again(next(iter(unreachable.values())))
+                values |= zip(unreachable, self._ask_each(question, list(unreachable)), strict=True)
+            takers = {one: value for one, value in values.items() if isinstance(value, wire.Changed)}
+            refusal = next((value for value in values.values() if isinstance(value, wire.Error)), None)
             if refusal is not None:
                 error = error_of(refusal.kind, refusal.message)
-                paired = zip(self._replicas, values, strict=True)
-                self._take_back([replica for replica, value in paired if isinstance(value, wire.Changed)], error)
+                self._take_back(list(takers), error)
                 raise error
-            self._keep_to_least([value for value in values if isinstance(value, wire.Changed)])
+            self._keep_to_least(list(takers.values()))
         finally:
-            shared.close()
+            delivery.close()
 
     def _take_back(self, takers: Sequence[_Replica], error: JPagedError) -> None:
         """Has no replica keep weights that another one refused with `error`. Those that slept at level 2 do so again;

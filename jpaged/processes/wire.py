@@ -218,12 +218,44 @@ class SharedArray(_Message):
 
 
 class UpdateWeights(_Message):
-    """Answered by Changed: true; or Error, and the weights are what they were. path: of the memory that the arrays are
-    in. partial, in_flight: as of `LLMEngine.update_weights`.
+    """Answered by Changed: true, with seconds; or Error, and the weights are what they were. path: of the memory that
+    the arrays are in. partial, in_flight: as of `LLMEngine.update_weights`.
     """
 
     path: str
     arrays: list[SharedArray]
+    partial: bool
+    in_flight: InFlight
+
+
+class Allocation(_Message):
+    """Device memory that processes share. device: its UUID. handle: of CUDA IPC; None: the next descriptor is its."""
+
+    device: bytes
+    num_bytes: int
+    handle: bytes | None
+
+
+class DeviceArray(_Message):
+    """An array in device memory, in C order. dtype: its name. allocation: its index in the message. offset: in that, in
+    bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    allocation: int
+    offset: int
+
+
+class UpdateWeightsOnDevice(_Message):
+    """Answered as UpdateWeights; or by Unreachable. The arrays stay where they are until the answer. descriptors: where
+    those of allocations are handed out, in their order.
+    """
+
+    descriptors: str
+    allocations: list[Allocation]
+    arrays: list[DeviceArray]
     partial: bool
     in_flight: InFlight
 
@@ -254,6 +286,7 @@ Question = (
     | Sleep
     | WakeUp
     | UpdateWeights
+    | UpdateWeightsOnDevice
     | GiveBackWeights
     | SetPaused
     | CheckIntegrity
@@ -443,10 +476,19 @@ class Requests(_Message):
 
 
 class Changed(_Message):
-    """The cache or the engine was asked to change. value: as the question says. limits: of a request, from then on."""
+    """The cache or the engine was asked to change. value: as the question says. limits: of a request, from then on.
+    seconds: that parts of it took, where the question says so.
+    """
 
     value: int
     limits: RequestLimits
+    seconds: dict[str, float] = {}
+
+
+class Unreachable(_Message):
+    """The engine process cannot have the memory that it was sent to, and has changed nothing."""
+
+    reason: str
 
 
 class Intact(_Message):
@@ -460,7 +502,7 @@ class Error(_Message):
     message: str
 
 
-Reply = Stats | Pool | Requests | Changed | Intact
+Reply = Stats | Pool | Requests | Changed | Unreachable | Intact
 
 
 class Answer(_Message):

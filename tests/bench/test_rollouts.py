@@ -48,9 +48,14 @@ def test_an_engine_in_another_process_takes_weights_from_this_one(tmp_path):
     file = tmp_path / "figures.json"
     options = [*small_engine.options(tmp_path), "--rounds", "3", "--engine-process"]
     assert main([*options, "--json", str(file)]) == 0
-    [figure] = json.loads(file.read_text())["results"]
-    assert 0 < figure["update_ms_least"] <= figure["update_ms_most"]
-    assert figure["bytes"] > 0
+    figures = json.loads(file.read_text())["results"]
+    assert [figure["part"].endswith("keep") for figure in figures] == [False, True]
+    for figure in figures:
+        assert figure["way"] == "through the host"
+        assert 0 < figure["update_ms_least"] <= figure["update_ms_most"]
+        parts = sum(figure[f"{part}_ms"] for part in ("copy", "open", "write", "close"))
+        assert 0 < parts < 2 * figure["update_ms_most"]
+        assert figure["gib_per_s"] * figure["update_ms_median"] / 1000 == pytest.approx(figure["bytes"] / 2**30)
 
 
 def test_numbers_out_of_range_and_replicas_are_refused():

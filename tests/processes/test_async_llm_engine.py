@@ -1,6 +1,7 @@
 """`AsyncLLMEngine` with an engine process that the test plays: what it does for each message, and when."""
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.processes.board import Board
 from jpaged.processes.launch import Link
 from jpaged.processes.request_metrics import NUM_COLUMNS
+from jpaged.processes.shared_weights import map_arrays
 from jpaged.processes.tokenizing import INLINE_CHARACTERS
 from jpaged.processes.wire import (
     Abort,
@@ -46,8 +48,10 @@ from jpaged.processes.wire import (
     Sleep,
     Step,
     ToEngine,
+    Unreachable,
     Update,
     UpdateWeights,
+    UpdateWeightsOnDevice,
     WakeUp,
     frame,
 )
@@ -58,6 +62,7 @@ from jpaged.serving.metrics import exposition
 from jpaged.serving.options import AppOptions
 from jpaged.serving.protocol import ChatCompletionRequest, CompletionRequest
 from jpaged.text.tokenizer import Tokenizer
+from tests.support.fake_cuda import on_device
 
 LIMITS = RequestLimits(max_model_len=1024, max_num_seqs=16, max_num_batched_tokens=64, block_size=16, num_blocks=256)
 READY = Ready(1, "played", 2816, LIMITS, (2,), SamplingParams(), {})
@@ -481,6 +486,57 @@ def test_weights_that_one_replica_refuses_no_replica_keeps():
         for process in played.processes:
             await process.answer(SetPaused, TAKEN)  # no weights come before it
         await paused
+
+    play_replicas(scene)
+
+
+def test_a_replica_that_cannot_have_the_sender_s_memory_is_sent_the_weights_through_the_host(cuda):
+    async def scene(played):
+        weights = on_device(cuda, WEIGHTS)
+        update = asyncio.ensure_future(played.engine.update_weights(weights, partial=True, keep=False))
+        await played.processes[0].answer(UpdateWeightsOnDevice, Changed(1, LIMITS, {"open": 0.5, "write": 2.0}))
+        await played.processes[1].answer(UpdateWeightsOnDevice, Unreachable("it does not see it"))
+        call = await played.processes[1].receive()
+        [shared] = map_arrays(call.question.path, call.question.arrays).items()
+        np.testing.assert_equal(shared, ("a", WEIGHTS["a"]))
+        played.processes[1].send(Answer(call.call_id, Changed(1, LIMITS, {"open": 0.25, "write": 3.0})))
+        await update
+        seconds = played.engine.update_seconds
+        assert seconds.keys() == {"ready", "export", "copy", "open", "write"}
+        assert (seconds["open"], seconds["write"]) == (0.5, 3.0), "of the slowest"
+        assert not os.path.exists(call.question.path), "keep=False keeps nothing"
+
+    play_replicas(scene)
+
+
+def test_a_process_started_again_ends_where_no_copy_was_kept_and_serves_once_all_was_given_anew():
+    async def scene(played):
+        async def give(names, **options):
+            given = dict.fromkeys(names, WEIGHTS["a"])
+            new_weights = asyncio.ensure_future(played.engine.update_weights(given, **options))
+            for process in played.processes:
+                await process.answer(UpdateWeights, TAKEN)
+            await new_weights
+
+        keeper = played.engine._fleet.keeper
+        await give("ab")
+        await give("b", partial=True, keep=False)
+        assert "keep=False" in keeper.why_not_again
+        await give("a", partial=True)
+        assert keeper.why_not_again
+        await give("b", partial=True)
+        assert not keeper.why_not_again
+        await played.replace(0)
+        for _ in ("ab", "a", "b"):
+            await played.processes[0].answer(UpdateWeights, TAKEN)
+        await give("ab", keep=False)
+        before, played.processes[0] = played.processes[0], PlayedProcess()
+        before.sock.close()
+        played.engine._fleet._replaced(0, played.processes[0].other_end)
+        while not played.killed:
+            await asyncio.sleep(0)
+        assert played.killed == [0]
+        assert "no copy was kept" in keeper.last_words[0]
 
     play_replicas(scene)
 

@@ -2,6 +2,7 @@
 over the pipes, and what comes of calls, refusals, aborts, interrupts and forks at any moment."""
 
 import gc
+import logging
 import os
 import signal
 import socket
@@ -34,6 +35,7 @@ from jpaged.frontend.inputs import ProcessedInput
 from jpaged.processes import engine_process, launch
 from jpaged.processes.pulse import Pulse
 from jpaged.processes.replicas import ReplicatedEngine
+from tests.support.fake_cuda import on_device
 
 REFUSED_TOKEN = 99
 PARAMS = SamplingParams(temperature=0, max_tokens=1)
@@ -367,6 +369,16 @@ def test_every_replica_takes_new_weights_or_none_does(llm):
         llm.weights_as("huggingface")
     assert [echo.weights for echo in echoes(llm.engine)] == taken
     assert llm.generate([[2, 3]], PARAMS, use_tqdm=False)[0].outputs[0].token_ids == [3]
+
+
+def test_replicas_read_weights_where_they_are_or_get_them_through_the_host(llm, cuda, caplog):
+    caplog.set_level(logging.INFO, "jpaged.engine")
+    for created, path in ((True, "on the device"), (False, "through the host")):  # a process opens no handle of its own
+        weights = on_device(cuda, {"a": np.arange(3, dtype=np.float32) + created}, created)
+        llm.update_weights(weights, partial=True)
+        taken = [({"a": [0.0 + created, 1.0 + created, 2.0 + created]}, True, "recompute")] * 2
+        assert [echo.weights for echo in echoes(llm.engine)] == taken
+        assert ("an engine process cannot have them: cuIpcOpenMemHandle_v2" in caplog.text) == (not created), path
 
 
 def test_weights_that_one_replica_has_no_memory_for_are_given_back_by_the_others(llm):

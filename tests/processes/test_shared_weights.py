@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 
 from jpaged import AsyncLLMEngine, EngineArgs, RequestOutputKind, SamplingParams
-from jpaged.api.errors import EngineRestartingError, InvalidParameterError
+from jpaged.api.errors import EngineDeadError, EngineRestartingError, InvalidParameterError
 from jpaged.models import ModelConfig, build
 from jpaged.models.loading.live import WeightUpdater
 from jpaged.processes.shared_weights import SharedWeights, map_arrays
+from tests.processes.conftest import UUID
+from tests.support import fake_cuda
+from tests.support.fake_cuda import FakeCuda, on_device
 from tests.support.fragile_engine import WEIGHTS_VARIABLE
 from tests.test_update_weights import PROMPTS, Reference
 from tests.tiny_models import TINY_ENGINE, tiny_model, write_tiny_model
@@ -127,14 +130,15 @@ def test_an_engine_process_takes_weights_amid_streams_pauses_and_has_them_still_
     asyncio.run(scene())
 
 
-def test_weights_that_nobody_waits_for_any_more_come_whole_and_those_without_room_leave_the_old_ones(
-    tmp_path: Path, fragile_processes: None, monkeypatch: pytest.MonkeyPatch
+def test_weights_on_the_device_come_whole_or_leave_the_old_ones_and_need_a_copy_for_a_process_started_again(
+    tmp_path: Path, fragile_processes: None, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv(WEIGHTS_VARIABLE, "4096")
     directory = write_tiny_model(tiny_model(NAME), tmp_path, use_torch=False)
     model = build(ModelConfig.from_directory(directory), "float32")
     reference, read = Reference(model), WeightUpdater(model, model, None).read
     first, second = model.init(1), model.init(2)
+    parts = {"ready", "export", "open", "write", "close"}
 
     async def greedy(engine: AsyncLLMEngine) -> list[list[int]]:
         return await asyncio.gather(*(tokens_of(engine.generate(prompt, params(5))) for prompt in PROMPTS))
@@ -142,14 +146,15 @@ def test_weights_that_nobody_waits_for_any_more_come_whole_and_those_without_roo
     async def scene() -> None:
         async with AsyncLLMEngine(EngineArgs(model=str(directory), **TINY_ENGINE)) as engine:
             stream = asyncio.ensure_future(tokens_of(engine.generate([7, 8], params(100))))
-            update = asyncio.ensure_future(engine.update_weights(read(first, "huggingface")))
+            update = asyncio.ensure_future(engine.update_weights(on_device(cuda, read(first, "huggingface"))))
             while engine._update is None:
                 await asyncio.sleep(0)
             update.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await update
             assert not engine._update.done()
-            await engine._update
+            await engine._update  # nobody waits for them any more, and they come
+            assert engine.update_seconds.keys() == parts | {"copy"}
             assert await greedy(engine) == reference.greedy(first)
             assert len(await stream) == 100
 
@@ -157,12 +162,30 @@ def test_weights_that_nobody_waits_for_any_more_come_whole_and_those_without_roo
             last = max(tensors)
             tensors[last] = tensors[last].at[0].set(4096.0)
             stream = asyncio.ensure_future(tokens_of(engine.generate([7, 9], params(100))))
-            with pytest.raises(EngineRestartingError, match="those that it had"):
-                await engine.update_weights(tensors)
+            with pytest.raises(EngineRestartingError, match="those that it had"):  # there is no room for them
+                await engine.update_weights(on_device(cuda, tensors))
             assert await greedy(engine) == reference.greedy(first)
             assert len(await stream) == 100
             assert engine.metrics.counted("engine_restarts", 0) == 1
-            await engine.update_weights(read(second, "huggingface"))
+
+            cuda.uuid = bytes(16)  # of a device that the engine process does not see
+            fake_cuda.install(cuda)
+            await engine.update_weights(on_device(cuda, read(second, "huggingface")), keep=False)
+            assert engine.update_seconds.keys() == {"ready", "export", "copy", "open", "write", "close"}
             assert await greedy(engine) == reference.greedy(second)
+            cuda.uuid = UUID
+            fake_cuda.install(cuda)
+            with pytest.raises(InvalidParameterError, match="there is no place for 'surplus'"):
+                await engine.update_weights({"surplus": on_device(cuda, tensors)[last]}, keep=False)
+            named = on_device(cuda, read(first, "huggingface"), created=False)
+            await engine.update_weights(named, keep=False)
+            assert engine.update_seconds.keys() == parts
+            assert await greedy(engine) == reference.greedy(first)
+            await engine.update_weights({last: named[last]}, partial=True)
+            os.kill(engine._fleet.processes.pids[0], signal.SIGKILL)
+            while engine.is_alive:
+                await asyncio.sleep(0.01)
+            with pytest.raises(EngineDeadError, match=r"no copy was kept of its weights .*keep=False"):
+                await greedy(engine)
 
     asyncio.run(scene())

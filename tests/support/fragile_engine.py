@@ -4,6 +4,7 @@ place of the real one where a test says so (`fragile`).
     JPAGED_FRAGILE=TOKEN:LENGTH:HOW     requests whose prompt ends with TOKEN, when LENGTH tokens of them are known
                                         HOW: "kill" (SIGKILL), "raise" (an error in the step) or "hang"
     JPAGED_FRAGILE_WEIGHTS=VALUE        weights in which this number stands: memory runs out when half of them are new
+    JPAGED_FAKE_CUDA=UUID               its CPU is a device whose memory processes share (`fake_cuda.py`)
 """
 
 import os
@@ -18,6 +19,7 @@ import jax
 from jpaged.engine.loop import EngineCore
 from jpaged.models.loading.live import WeightUpdater
 from jpaged.processes import engine_process
+from tests.support import fake_cuda
 
 VARIABLE = "JPAGED_FRAGILE"
 WEIGHTS_VARIABLE = "JPAGED_FRAGILE_WEIGHTS"
@@ -64,6 +66,8 @@ def make_fragile(value: str) -> None:
 
 
 if __name__ == "__main__":
+    if fake_cuda.VARIABLE in os.environ:
+        fake_cuda.install(fake_cuda.FakeCuda(bytes.fromhex(os.environ[fake_cuda.VARIABLE])))
     if VARIABLE in os.environ:
         make_fragile(os.environ[VARIABLE])
     if WEIGHTS_VARIABLE in os.environ:

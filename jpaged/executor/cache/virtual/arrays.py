@@ -7,7 +7,6 @@
 Both keep their address for ever, since each program that updates them has them donated.
 """
 
-import ctypes
 from math import prod
 from typing import Any, ClassVar, Protocol
 
@@ -20,6 +19,7 @@ from jpaged.executor.cache.virtual.cuda import CudaDriver
 from jpaged.executor.cache.virtual.driver import Driver
 from jpaged.executor.cache.virtual.memfd import MemfdDriver, Memory
 from jpaged.executor.cache.virtual.pages import PageManager
+from jpaged.executor.views import CODES, view
 
 
 class Ranges(Protocol):
@@ -72,11 +72,15 @@ class GpuRanges:
         self._reserved: list[tuple[int, int]] = []
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[jax.Array, int]:
+        if dtype.name not in CODES:
+            raise UnsupportedModelError(
+                f"kv_cache_layout='virtual' holds {', '.join(CODES)}, not {dtype.name}; use kv_cache_layout='paged'."
+            )
         unit = self.driver.granularity
         num_bytes = -(-prod(shape) * dtype.itemsize // unit) * unit
         address = self.driver.reserve(num_bytes)
         self._reserved.append((address, num_bytes))
-        return _view(address, shape, dtype, self.driver.ordinal), address
+        return view(address, shape, dtype, self._device), address
 
     def free_bytes(self) -> int:
         return self.driver.free_bytes()
@@ -132,58 +136,3 @@ class CpuRanges:
     def forget(self, manager: PageManager) -> None:
         """Arrays that were freed have taken what was below them along."""
         self.driver.close()
-
-
-class _Tensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.c_void_p),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-class _ManagedTensor(ctypes.Structure):
-    _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
-
-
-_CUDA = 2
-_CODES = {"bfloat16": 4, "float16": 2, "float32": 2}
-_NAME = b"dltensor"
-_KEPT: list[Any] = []  # XLA may call a deleter at any time, whoever else is gone
-_DO_NOTHING = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p).value  # a deleter that needs no interpreter lock
-
-
-class _Export:
-    """Addresses of a GPU, as DLPack wants them."""
-
-    def __init__(self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], ordinal: int) -> None:
-        if dtype.name not in _CODES:
-            raise UnsupportedModelError(
-                f"kv_cache_layout='virtual' holds {', '.join(_CODES)}, not {dtype.name}; use kv_cache_layout='paged'."
-            )
-        extent = (ctypes.c_int64 * len(shape))(*shape)
-        tensor = _Tensor(
-            address, _CUDA, ordinal, len(shape), _CODES[dtype.name], 8 * dtype.itemsize, 1, extent, None, 0
-        )
-        self._managed = _ManagedTensor(tensor, None, _DO_NOTHING)
-        self._device = (_CUDA, ordinal)
-        _KEPT.append((extent, self._managed))
-
-    def __dlpack__(self, **_: Any) -> Any:
-        new = ctypes.pythonapi.PyCapsule_New
-        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-        return new(ctypes.addressof(self._managed), _NAME, None)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self._device
-
-
-def _view(address: int, shape: tuple[int, ...], dtype: np.dtype[Any], ordinal: int) -> jax.Array:
-    return jax.dlpack.from_dlpack(_Export(address, shape, dtype, ordinal), copy=False)

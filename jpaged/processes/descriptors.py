@@ -1,0 +1,93 @@
+"""Descriptors that this process hands to others which ask for them, at an address that goes in a message.
+
+    DescriptorServer(fds).address --in a message--> take_descriptors(address): copies of them, by SCM_RIGHTS
+
+The sockets that messages go over cannot carry them: asyncio writes bytes there.
+"""
+
+import os
+import socket
+import struct
+import threading
+import uuid
+from collections.abc import Sequence
+
+_AT_ONCE = 128
+"""Descriptors in one packet; Linux takes up to 253."""
+
+_TIMEOUT_S = 10.0
+"""For who asks and who is asked: both are there, and have nothing to wait for."""
+
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+class DescriptorServer:
+    """Hands descriptors to processes of this user until it is closed. They stay the caller's.
+
+    Attributes:
+        address: for `take_descriptors`. Of Linux's abstract sockets, which leave no file.
+    """
+
+    def __init__(self, fds: Sequence[int]) -> None:
+        self.address = f"jpaged-{uuid.uuid4()}"
+        self._fds = list(fds)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(_abstract(self.address))
+        self._listener.listen()
+        self._thread = threading.Thread(target=self._serve, name="descriptors", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Hands out nothing any more: then the descriptors may be closed. The second time it does nothing."""
+        if self._thread.is_alive():
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            self._thread.join()
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:  # it was shut down
+                return
+            with sock:
+                sock.settimeout(_TIMEOUT_S)
+                try:
+                    self._answer(sock)
+                except OSError:  # who asked is gone
+                    continue
+
+    def _answer(self, sock: socket.socket) -> None:
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        if _CREDENTIALS.unpack(credentials)[1] != os.getuid():
+            return
+        for first in range(0, len(self._fds), _AT_ONCE):
+            socket.send_fds(sock, [b"."], self._fds[first : first + _AT_ONCE])
+
+
+def take_descriptors(address: str) -> list[int]:
+    """Copies of the descriptors that are handed out there, for the caller to close.
+
+    Raises:
+        OSError: nobody hands out any there, to this user; or this process may have no more.
+    """
+    found: list[int] = []
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.settimeout(_TIMEOUT_S)
+            sock.connect(_abstract(address))
+            while True:
+                data, fds, flags, _ = socket.recv_fds(sock, 1, _AT_ONCE)
+                found += fds
+                if flags & socket.MSG_CTRUNC:
+                    raise OSError("no descriptor is left; raise `ulimit -n`")
+                if not data:
+                    return found
+    except BaseException:
+        for fd in found:
+            os.close(fd)
+        raise
+
+
+def _abstract(address: str) -> str:
+    return f"\0{address}"
