@@ -134,9 +134,11 @@ def compare(config: Config, seed: int, engine: bool = False) -> str | None:
 
 def _write(theirs: Any, directory: Path, config: Config, chance: random.Random) -> None:
     """A checkpoint of the model, in one of the ways in which there are some: in one file or in shards, with config.json
-    as it was drawn or as transformers writes it, and of a tied model at times the body alone, whose names are shorter.
+    as it was drawn or as transformers writes it, and of a tied model at times the body alone, whose names are shorter,
+    unless its head has a bias.
     """
     is_bare = bool(getattr(theirs.config, "tie_word_embeddings", False)) and chance.random() < 0.3
+    is_bare = is_bare and theirs.get_output_embeddings().bias is None
     options = {"max_shard_size": "20KB"} if chance.random() < 0.3 else {}
     (theirs.base_model if is_bare else theirs).save_pretrained(directory, **options)
     if is_bare or chance.random() < 0.6:
