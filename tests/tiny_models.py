@@ -119,7 +119,7 @@ def torch_model(case: TinyModel) -> Any:
     config = transformers.AutoConfig.for_model(**json.loads(json.dumps(case.config)))
     eager = case.family in ("gemma", "gpt_oss")  # other implementations of attention leave soft caps and sinks out
     options = {"dtype": torch.float32} | ({"attn_implementation": "eager"} if eager else {})
-    model = transformers.AutoModelForCausalLM.from_config(config, **options).eval()
+    model = model_class(config)._from_config(config, **options).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(torch.from_numpy(_draw_parameter(case, name, tuple(weight.shape))))
@@ -129,11 +129,20 @@ def torch_model(case: TinyModel) -> Any:
     return model
 
 
+def model_class(config: Any) -> Any:
+    """The class of a transformers configuration's model; "auto" knows none for Mistral 4."""
+    import transformers
+
+    if config.model_type == "mistral4":
+        return transformers.models.mistral4.modeling_mistral4.Mistral4ForCausalLM
+    return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
 def _draw_parameter(case: TinyModel, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """The weights of a parameter of transformers', which holds all experts where a checkpoint has a tensor for each."""
     if case.family == "gpt_neox":  # whose head has another name in checkpoints
         name = name.replace("lm_head", "embed_out")
-    if case.family in ("gpt_oss", "llama4"):  # whose checkpoints hold all experts in one
+    if case.family in ("gpt_oss", "llama4") or case.config["model_type"] == "mistral4":  # whose checkpoints hold all experts in one
         return draw(case, name, shape)
     if case.family == "granite":  # likewise, under other names
         names = {"experts.gate_up_proj": "input_linear.weight", "experts.down_proj": "output_linear.weight"}

@@ -141,7 +141,7 @@ class SequentialBlock(nnx.Module):
             rotation = None if self.rope is None else places.rotations[self.rope]
             pair = None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
             read = self._read(stream, self.attention_norm, self.attention)
-            tempered = {"temperature": places.temperature} if self.tempered else {}  # latent attention takes none
+            tempered = {"temperature": places.temperature} if self.tempered else {}  # recurrent layers take none
             given = self.attention(read, attend, rotation, self.head_norms or pair, stream.backend, **tempered)
             self._add(stream, given, self.after_attention)
         if self.mlp is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.config_spaces import Config
+from tests.tiny_models import TINY_ENGINE, model_class
 
 TOKENS = 40
 TOLERANCE = 1e-4
@@ -37,9 +38,7 @@ def torch_model(config: Config, seed: int) -> Any:
         try:
             theirs = transformers.AutoConfig.from_pretrained(directory)
             theirs._experts_implementation = "eager"  # others have no product in float64
-            model = transformers.AutoModelForCausalLM.from_config(
-                theirs, dtype=torch.float32, attn_implementation=attention
-            )
+            model = model_class(theirs)._from_config(theirs, dtype=torch.float32, attn_implementation=attention)
         except Exception as error:
             raise Refused("theirs", error) from error
     generator = torch.Generator().manual_seed(seed)
@@ -175,7 +174,6 @@ def _greedy(theirs: Any, directory: Path, vocab: int, seed: int, length: int) ->
     import torch
 
     from jpaged import LLM, SamplingParams
-    from tests.tiny_models import TINY_ENGINE
 
     rng = np.random.default_rng(seed)
     most = min(length, 96)
