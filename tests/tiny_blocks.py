@@ -17,7 +17,6 @@ def models_of_blocks() -> list[TinyModel]:
         "tie_word_embeddings": True,
         **window,
     }
-    relu2 = {"num_key_value_heads": 2, "hidden_act": "relu2"}
     gemma2 = gemma | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0, "query_pre_attn_scalar": 24}
     gemma3 = gemma | {
         "model_type": "gemma3_text",
@@ -508,13 +507,10 @@ def models_of_blocks() -> list[TinyModel]:
             swiglu_limit=2.0,
             **gpt_oss,
         ),
-        _of("nemotron-mini-style", "nemotron", "NemotronForCausalLM", norm_eps=1e-5, **relu2),
-        _of("afm-style", "nemotron", "ArceeForCausalLM", rope_scaling=_mla_yarn(factor=4), **relu2),
         replace(
             sparse(
                 "trinity-style",
                 "Afmoe",
-                num_hidden_layers=3,
                 num_dense_layers=1,
                 num_experts=8,
                 num_experts_per_tok=3,
@@ -525,20 +521,6 @@ def models_of_blocks() -> list[TinyModel]:
                 **{"model_type": "afmoe"} | window,
             ),
             family="afmoe",
-        ),
-        _mla(
-            "mistral4-style",
-            "V3",
-            architectures=["Mistral4ForCausalLM"],
-            model_type="mistral4",
-            num_experts_per_tok=4,
-            n_group=1,
-            first_k_dense_replace=0,
-            rope_scaling=None,
-            rope_parameters=_mla_yarn(
-                **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 128, "original_max_position_embeddings": 16},
-                llama_4_scaling_beta=0.1,
-            ),
         ),
     ]
 

@@ -120,19 +120,6 @@ def tiny_models() -> list[TinyModel]:
         ),
         _gpt2("gpt2"),
         _gpt2("gpt2-scaled-by-layer", scale_attn_by_inverse_layer_idx=True, n_inner=96, n_layer=3),
-        replace(
-            llama(
-                "gpt-neo",
-                "GPTNeo",
-                model_type="gpt_neo",
-                num_heads=4,
-                num_layers=2,
-                attention_types=[[["global", "local"], 1]],
-                window_size=WINDOW,
-                tie_word_embeddings=True,
-            ),
-            family="gpt2",
-        ),
     ]
 
 

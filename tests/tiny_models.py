@@ -142,7 +142,7 @@ def _draw_parameter(case: TinyModel, name: str, shape: tuple[int, ...]) -> np.nd
     """The weights of a parameter of transformers', which holds all experts where a checkpoint has a tensor for each."""
     if case.family == "gpt_neox":  # whose head has another name in checkpoints
         name = name.replace("lm_head", "embed_out")
-    if case.family in ("gpt_oss", "llama4") or case.config["model_type"] == "mistral4":  # whose checkpoints hold all experts in one
+    if case.family in ("gpt_oss", "llama4"):  # whose checkpoints hold all experts in one
         return draw(case, name, shape)
     if case.family == "granite":  # likewise, under other names
         names = {"experts.gate_up_proj": "input_linear.weight", "experts.down_proj": "output_linear.weight"}

@@ -16,6 +16,7 @@ from jpaged.models.loading import safetensors_file
 from tests.tiny_models import tiny_model, write_tiny_model
 
 OF_OTHER_PARTS = ("vision_tower.vision_model.embeddings.weight", "multi_modal_projector.linear.weight")
+OF_OTHER_PARTS += ("mm_projector.proj.0.weight",)
 
 
 def write_multimodal(text: Path, directory: Path, architecture: str, prefix: str, others: tuple[str, ...]) -> None:
@@ -41,6 +42,7 @@ def write_multimodal(text: Path, directory: Path, architecture: str, prefix: str
         ("mistral-full", "Mistral3ForConditionalGeneration"),
         ("llama4-scout-style", "Llama4ForConditionalGeneration"),
         ("ministral3", "Mistral3ForConditionalGeneration"),
+        ("kimi-k2-style", "KimiK25ForConditionalGeneration"),
     ],
 )
 def test_it_has_the_weights_of_the_text_model(name: str, architecture: str, prefix: str, tmp_path: Path) -> None:
@@ -87,8 +89,8 @@ def test_a_tensor_that_no_part_has_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_text_model_is_refused_by_name() -> None:
-    config = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "mistral4"}}
-    with pytest.raises(UnsupportedModelError, match="mistral4"):
+    config = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "llama"}}
+    with pytest.raises(UnsupportedModelError, match="llama"):
         models.ModelConfig.from_dict(config)
 
 
@@ -111,6 +113,7 @@ def test_whether_the_head_is_tied_is_said_of_the_whole_model_first(of_whole: boo
         ("llama4_text", "llama4-scout-style"),
         ("qwen2_5_vl", "qwen2-tied"),
         ("qwen3_vl", "qwen3-tied-d64"),
+        ("kimi_k25", "kimi-k2-style"),
     ],
 )
 def test_a_model_type_alone_is_enough(model_type: str, name: str) -> None:

@@ -42,13 +42,12 @@ UNSPLIT |= {
     "granite4-h-small",
     "bamba",
     "nemotron3-nano-style",
-    "afm-style",
+    "trinity-style",
 }
 """Models that are split over devices as another of their family is, and run on one alone."""
 
 FOUR_ONLY = {"qwen3.5", "gemma3", "olmo3", "granite4-rope", "granite4-h-all-options", "command-r7b"}
 FOUR_ONLY |= {"falcon-40b-style", "falcon-rw-style", "pythia", "gptj", "bloom", "mpt"}
-FOUR_ONLY |= {"nemotron-mini-style", "trinity-style", "mistral4-style"}
 """Models that are split over four devices and not over two: another of their family is, or two differ from four in
 nothing, since no key-value head is stored more than once."""
 

@@ -65,7 +65,7 @@ class DeepseekFamily:
     parts: tuple[str, ...] = ()
 
     base_prefix = "model."
-    derived_tensors = rf"rotary_emb\.inv_freq$|^(model\.)?mm_projector\.|{OTHER_PARTS}"
+    derived_tensors = rf"rotary_emb\.inv_freq$|{OTHER_PARTS}"
     aliases = TEXT_PART_NAMES
 
     def read_config(self, read: ConfigReader) -> DeepseekConfig:
