@@ -1,6 +1,7 @@
 """The text part of a multimodal checkpoint is loaded as the text model that it is, whatever its tensors are called."""
 
 import json
+import random
 from pathlib import Path
 
 import jax
@@ -13,6 +14,7 @@ from jpaged.api.errors import CheckpointError, UnsupportedModelError
 from jpaged.executor.mesh import DeviceMesh
 from jpaged.executor.start.weights import CheckpointReader
 from jpaged.models.loading import safetensors_file
+from tests.support.config_spaces import SPACES, draw
 from tests.tiny_models import tiny_model, write_tiny_model
 
 OF_OTHER_PARTS = ("vision_tower.vision_model.embeddings.weight", "multi_modal_projector.linear.weight")
@@ -92,6 +94,13 @@ def test_another_text_model_is_refused_by_name() -> None:
     config = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "llama"}}
     with pytest.raises(UnsupportedModelError, match="llama"):
         models.ModelConfig.from_dict(config)
+
+
+def test_a_mistral_3_may_have_the_text_model_of_a_mistral_4() -> None:
+    text = draw(SPACES["mistral4"], random.Random(1))
+    found = models.ModelConfig.from_dict({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text})
+    assert found.architecture == "Mistral4ForCausalLM"
+    assert found == models.ModelConfig.from_dict(text)
 
 
 @pytest.mark.parametrize("of_whole", [True, False])

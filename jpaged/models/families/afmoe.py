@@ -1,14 +1,15 @@
 """AFMoE (Arcee 2025): Trinity Nano, Mini and Large.
 
-    attention   a gate of what it gives; norms of queries and keys; windows and RoPE in three layers of four, none in
-                the others
-    norms       before and after attention and MLP
-    MLPs        dense in the first layers, then experts, of which some are shared; a router's sigmoids with a bias
+attention   a gate of what it gives; norms of queries and keys; windows and RoPE in three layers of four, none in
+            the others
+norms       before and after attention and MLP
+MLPs        dense in the first layers, then experts, of which some are shared; a router's sigmoids with a bias
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -46,10 +47,8 @@ class AfmoeFamily:
         read = read.with_defaults(head_dim=128)
         num_experts = read.with_other_names(num_experts="num_local_experts").integer("num_experts", 64)
         factor = read.number("route_scale", 1.0)
-        routing = Routing(
-            per_token=read.integer("num_experts_per_tok", 6), score="sigmoid", factor=factor, biased=True
-        )
-        sizes = {"default_length": 16384, "default_eps": 1e-5}
+        routing = Routing(per_token=read.integer("num_experts_per_tok", 6), score="sigmoid", factor=factor, biased=True)
+        sizes: dict[str, Any] = {"default_length": 16384, "default_eps": 1e-5}
         fields = sparse_fields(read, num_experts=num_experts, routing=routing, **sizes)
         num_layers, expert_size = fields["num_layers"], read.integer("moe_intermediate_size", 1408)
         every = read.integer("global_attn_every_n_layers", 4)

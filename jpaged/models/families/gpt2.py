@@ -1,7 +1,7 @@
 """GPT-2 (Radford et al. 2019) and GPT-Neo (Black et al. 2021).
 
-    GPT-2       checkpoints keep kernels as [inputs, outputs], and q, k, v in one
-    GPT-Neo     scores are not scaled; windows in every second layer; q, k, v have no biases
+GPT-2       checkpoints keep kernels as [inputs, outputs], and q, k, v in one
+GPT-Neo     scores are not scaled; windows in every second layer; q, k, v have no biases
 """
 
 from collections.abc import Iterator

@@ -19,7 +19,7 @@ from jpaged.models.config_reader import ConfigReader
 from jpaged.models.layers import MLP, Attention
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
-from jpaged.models.norms import Norm, OnePlusLayerNorm, RMSNorm
+from jpaged.models.norms import OnePlusLayerNorm, RMSNorm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class NemotronFamily:
         )
 
     def module(self, config: NemotronConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> Decoder:
-        kind: type[Norm] = OnePlusLayerNorm if config.layer_norms else RMSNorm
+        kind: type[OnePlusLayerNorm | RMSNorm] = OnePlusLayerNorm if config.layer_norms else RMSNorm
         norm = partial(kind, config.hidden_size, config.norm_eps, dtype, rngs)
         bias = config.attention_bias
 
