@@ -141,7 +141,17 @@ def test_what_once_differed_is_equal(name: str) -> None:
 
 @pytest.mark.parametrize(
     "family",
-    "deepseek_v3 ernie4_5 gemma3 gpt_neo granitemoehybrid mistral4 nemotron qwen3_next seed_oss".split(),
+    [
+        "deepseek_v3",
+        "ernie4_5",
+        "gemma3",
+        "gpt_neo",
+        "granitemoehybrid",
+        "mistral4",
+        "nemotron",
+        "qwen3_next",
+        "seed_oss",
+    ],
 )
 def test_a_random_configuration_is_equal(family: str) -> None:
     assert compare(draw(SPACES[family], random.Random(5)), seed=5) is None
