@@ -142,6 +142,7 @@ def test_what_once_differed_is_equal(name: str) -> None:
 @pytest.mark.parametrize(
     "family",
     [
+        "apertus",
         "deepseek_v3",
         "ernie4_5",
         "gemma3",

@@ -897,6 +897,10 @@ SPACES: dict[str, Space] = {
         {"hidden_act": (..., "relu2", *GATES), "rms_norm_eps": EPS, "attention_bias": FLAG, "mlp_bias": FLAG},
         (sizes(), rotation()),
     ),
+    "apertus": Space(
+        *("ApertusForCausalLM", "apertus", {"hidden_act": (..., "xielu"), "rms_norm_eps": EPS}),
+        (sizes(), rotation()),
+    ),
     "afmoe": Space(
         "AfmoeForCausalLM",
         "afmoe",

@@ -1,6 +1,7 @@
 """The families of this package, registered as those from outside it are."""
 
 from jpaged.models.families.afmoe import AfmoeFamily
+from jpaged.models.families.apertus import ApertusFamily
 from jpaged.models.families.bamba import BambaFamily
 from jpaged.models.families.bloom import BloomFamily
 from jpaged.models.families.cohere import COHERE, COHERE2
@@ -185,6 +186,7 @@ _NEMOTRON = About(
     "layer norms times 1 + w; RoPE on half of a head; squared ReLU without gates",
 )
 _ARCEE = About("AFM", "4.5B, base and instruct", "as Llama; squared ReLU without gates")
+_APERTUS = About("Apertus", "8B, 70B", "as Llama; norms of queries and keys; xIELU without gates")
 _AFMOE = About(
     "AFMoE",
     "Trinity Nano, Mini, Large",
@@ -244,6 +246,7 @@ register("Lfm2MoeForCausalLM", LFM2_MOE, _LFM2_MOE)
 register("NemotronHForCausalLM", NemotronHFamily(), _NEMOTRON_H)
 register("NemotronForCausalLM", NEMOTRON, _NEMOTRON)
 register("ArceeForCausalLM", ARCEE, _ARCEE)
+register("ApertusForCausalLM", ApertusFamily(), _APERTUS)
 register("AfmoeForCausalLM", AfmoeFamily(), _AFMOE)
 register("OPTForCausalLM", OPTFamily(), _OPT)
 register("GPT2LMHeadModel", GPT2Family(), _GPT2)
