@@ -69,8 +69,14 @@ class ApertusFamily:
         of_heads = partial(RMSNorm, config.head_dim, config.norm_eps, dtype, rngs)
 
         def block(layer: int) -> SequentialBlock:
-            norms = {"attention_norm": norm(), "mlp_norm": norm(), "query_norm": of_heads(), "key_norm": of_heads()}
-            return SequentialBlock(Attention(config, layer, dtype, rngs), XieluMLP(config, dtype, rngs), **norms)
+            return SequentialBlock(
+                Attention(config, layer, dtype, rngs),
+                XieluMLP(config, dtype, rngs),
+                attention_norm=norm(),
+                mlp_norm=norm(),
+                query_norm=of_heads(),
+                key_norm=of_heads(),
+            )
 
         return Decoder(config, block, norm, dtype, rngs, collectives)
 
