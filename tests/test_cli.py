@@ -132,6 +132,7 @@ class TestTheCommandItself:
         assert (llm.model, llm.options) == (None, {"verbose": False, "max_num_seqs": 1})
         options = split(
             "--dtype float32 --max-model-len 99 --block-size 32 --gpu-memory-utilization 0.5 --revision r"
+            " --generation-config vllm"
             " --num-gpu-blocks-override 7 --max-num-seqs 3 --max-num-batched-tokens 64 --no-enable-prefix-caching"
             " --decode-buckets 1,3 --token-buckets 64"
             " --load-format dummy --tokenizer t --seed 5 --model m --swap-space 0.5 --preemption-mode swap"
@@ -143,6 +144,7 @@ class TestTheCommandItself:
             "num_gpu_blocks_override": 7, "max_num_seqs": 3, "max_num_batched_tokens": 64, "decode_buckets": (1, 3),
             "token_buckets": (64,),
             "enable_prefix_caching": False, "load_format": "dummy", "tokenizer": "t", "seed": 5, "verbose": False,
+            "generation_config": "vllm",
             "swap_space": 0.5, "preemption_mode": "swap",
         }  # fmt: skip
         _, _, _, llm = run("generate", "x", "--host-prefix-cache", "--expert-load")

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import json
 import os
 import pickle
 import signal
@@ -66,6 +67,21 @@ def test_a_full_collection_does_not_visit_what_the_tokenizer_imported(options, l
     engine = LLMEngine(args, llm.engine.startup)
     assert engine.tokenizer is not None
     assert len(gc.get_objects()) < 10_000
+
+
+def test_what_ends_a_text_is_said_by_the_generation_config_then_by_the_model_then_by_the_tokenizer(
+    options, llm, tmp_path, monkeypatch
+):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 10**6], "temperature": 0.3}))
+    args, startup = EngineArgs(**options, generation_config=str(tmp_path)), llm.engine.startup
+    engine = LLMEngine(args, startup)
+    assert (engine.eos_token_ids, engine.default_sampling_params.temperature) == ((9,), 0.3)
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert LLMEngine(args, startup).eos_token_ids == startup.model.config.eos_token_ids == (2,)
+    monkeypatch.setattr(startup.model, "config", replace(startup.model.config, eos_token_ids=()))
+    assert LLMEngine(args, startup).eos_token_ids == ()
+    with_tokenizer = replace(args, skip_tokenizer_init=False, tokenizer=str(demo_model_path()))
+    assert LLMEngine(with_tokenizer, startup).eos_token_ids == (2,)
 
 
 def prompts_of(count: int, seed: int = 0) -> list[list[int]]:

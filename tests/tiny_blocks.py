@@ -507,6 +507,21 @@ def models_of_blocks() -> list[TinyModel]:
             swiglu_limit=2.0,
             **gpt_oss,
         ),
+        replace(
+            sparse(
+                "trinity-style",
+                "Afmoe",
+                num_dense_layers=1,
+                num_experts=8,
+                num_experts_per_tok=3,
+                num_shared_experts=1,
+                route_scale=2.826,
+                global_attn_every_n_layers=2,
+                mup_enabled=True,
+                **{"model_type": "afmoe"} | window,
+            ),
+            family="afmoe",
+        ),
     ]
 
 

@@ -119,7 +119,7 @@ def torch_model(case: TinyModel) -> Any:
     config = transformers.AutoConfig.for_model(**json.loads(json.dumps(case.config)))
     eager = case.family in ("gemma", "gpt_oss")  # other implementations of attention leave soft caps and sinks out
     options = {"dtype": torch.float32} | ({"attn_implementation": "eager"} if eager else {})
-    model = transformers.AutoModelForCausalLM.from_config(config, **options).eval()
+    model = model_class(config)._from_config(config, **options).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(torch.from_numpy(_draw_parameter(case, name, tuple(weight.shape))))
@@ -127,6 +127,15 @@ def torch_model(case: TinyModel) -> Any:
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(torch.from_numpy(_draw_parameter(case, name, tuple(buffer.shape))))
     return model
+
+
+def model_class(config: Any) -> Any:
+    """The class of a transformers configuration's model; "auto" knows none for Mistral 4."""
+    import transformers
+
+    if config.model_type == "mistral4":
+        return transformers.models.mistral4.modeling_mistral4.Mistral4ForCausalLM
+    return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
 def _draw_parameter(case: TinyModel, name: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -68,6 +68,9 @@ class EngineArgs(SchedulingOptions):
         model: a directory in Hugging Face layout or a hub id; the embedded demo model by default.
         tokenizer: the same for the tokenizer; the model's own by default.
         revision: the model's branch, tag or commit on the hub.
+        generation_config: whose generation_config.json says how to sample where a request does not, and what ends a
+            text. "auto": the model's. "vllm": the model's, for what ends a text alone. Else a directory that has one.
+            Name and values as in vLLM.
         dtype: of weights, activations and KV pool; "auto" takes the checkpoint's (float32 on a CPU, whose
             arithmetic in 16 bits is slow). "half" is float16 and "float" float32.
         max_model_len: longest sequence, prompt and output, in tokens; by default what model and pool allow.
@@ -165,6 +168,7 @@ class EngineArgs(SchedulingOptions):
     model: str | None = None
     tokenizer: str | None = field(default=None, metadata=_FREE)
     revision: str | None = None
+    generation_config: str = field(default="auto", metadata=_FREE)
     dtype: DType = "auto"
     max_model_len: int | None = field(default=None, metadata=_FREE)
     block_size: int = 16
@@ -203,7 +207,7 @@ class EngineArgs(SchedulingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("model", "tokenizer"):
+        for name in ("model", "tokenizer", "generation_config"):
             if isinstance(getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(getattr(self, name)))
         for name, what in (
@@ -216,6 +220,10 @@ class EngineArgs(SchedulingOptions):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise InvalidParameterError(f"{name} must be {what}, got {shown(value)}.")
+        if not isinstance(self.generation_config, str) or not self.generation_config:
+            raise InvalidParameterError(
+                f"generation_config must be 'auto', 'vllm' or a directory, got {shown(self.generation_config)}."
+            )
         check_choice("dtype", self.dtype, DType)
         object.__setattr__(self, "dtype", _DTYPE_NAMES.get(self.dtype, self.dtype))
         check_choice("load_format", self.load_format, LoadFormat)

@@ -110,6 +110,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("engine options")
     group.add_argument("--dtype", choices=get_args(DType), help="type of weights and KV cache (default: auto)")
+    group.add_argument(
+        "--generation-config",
+        metavar="auto|vllm|DIR",
+        help="where the defaults of sampling come from: the model's generation_config.json, none, or that of a"
+        " directory (default: auto)",
+    )
     for flag, kind, metavar, what in _ENGINE_OPTIONS:
         default = EngineArgs.__dataclass_fields__[flag[2:].replace("-", "_")].default
         shown = what if default is None else f"{what} (default: {default:g})"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jpaged.api.errors import CheckpointError, InvalidParameterError
+from jpaged.api.errors import CheckpointError, InvalidParameterError, shown
 from jpaged.api.sampling_params import SamplingParams
 
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -15,11 +15,30 @@ _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 class GenerationConfig:
     """What the file sets.
 
-    eos_token_ids: end-of-sequence tokens. sampling: fields of `SamplingParams`.
+    eos_token_ids: end-of-sequence tokens; those below 0 (often -1) are dropped. sampling: fields of `SamplingParams`.
     """
 
     eos_token_ids: tuple[int, ...] = ()
     sampling: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def chosen(cls, choice: str, directory: str | Path) -> "GenerationConfig":
+        """What `EngineArgs.generation_config` asks for. directory: the model's.
+
+        Raises:
+            InvalidParameterError: it names a directory that has no such file.
+            CheckpointError: as `load`.
+        """
+        if choice == "auto":
+            return cls.load(directory)
+        if choice == "vllm":
+            return cls(cls.load(directory).eos_token_ids)
+        if not (Path(choice) / "generation_config.json").is_file():
+            raise InvalidParameterError(
+                f"generation_config={shown(choice)} is no directory that has a generation_config.json; give one, 'auto'"
+                " for the model's own, or 'vllm' for none."
+            )
+        return cls.load(choice)
 
     @classmethod
     def load(cls, directory: str | Path) -> "GenerationConfig":
@@ -56,14 +75,9 @@ class GenerationConfig:
         return SamplingParams(**{**self.sampling, **overrides})
 
 
-def get_default_sampling_params(directory: str | Path) -> SamplingParams:
-    """The sampling parameters that a model's generation_config.json asks for; jpaged's own if it has none."""
-    return GenerationConfig.load(directory).sampling_params()
-
-
 def _token_ids(path: Path, value: Any) -> tuple[int, ...]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+        if isinstance(token, bool) or not isinstance(token, int):
             raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them, got {value!r}.")
-    return tuple(ids)
+    return tuple(token for token in ids if token >= 0)

@@ -35,7 +35,7 @@ from jpaged.executor.start.started import Startup
 from jpaged.executor.start.startup import start, with_known_backend
 from jpaged.executor.step.expert_load import ExpertLoadReader
 from jpaged.frontend.embedding_config import EmbeddingConfig
-from jpaged.frontend.generation_config import get_default_sampling_params
+from jpaged.frontend.generation_config import GenerationConfig
 from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt, request_ids_to_abort
 from jpaged.frontend.intake import RequestIntake
 from jpaged.frontend.output_processor import OutputProcessor
@@ -99,9 +99,10 @@ class LLMEngine(RequestIntake):
         if not args.skip_tokenizer_init:
             self.tokenizer = Tokenizer.load(args.tokenizer or directory)
             set_objects_apart()
-        self.default_sampling_params = get_default_sampling_params(directory)
+        generation = GenerationConfig.chosen(args.generation_config, directory)
+        self.default_sampling_params = generation.sampling_params()
         config, model = self.startup.config, self.startup.model.config
-        self._eos_token_ids = model.eos_token_ids
+        self._eos_token_ids = self._ends(generation)
         chunk_bytes = SWAP_CHUNK_BLOCKS * self.startup.memory.block * args.tensor_parallel_size
         scheduler_config = SchedulerConfig(
             block_size=config.block_size,
@@ -134,7 +135,7 @@ class LLMEngine(RequestIntake):
             self.tokenizer,
             model.vocab_size,
             self._core.scheduler.limits,
-            model.eos_token_ids,
+            self._eos_token_ids,
             EmbeddingConfig.load(directory),
         )
         self._outputs = OutputProcessor(self._core, self.tokenizer)
@@ -382,13 +383,20 @@ class LLMEngine(RequestIntake):
             self._core.close()
         self._closed = True
 
+    def _ends(self, generation: GenerationConfig) -> tuple[int, ...]:
+        """The end-of-sequence tokens: of the generation config, else of config.json, else of the tokenizer."""
+        model = self.startup.model.config
+        named = tuple(token for token in generation.eos_token_ids if token < model.vocab_size) or model.eos_token_ids
+        own = None if self.tokenizer is None else self.tokenizer.eos_token_id
+        return named if named or own is None or own >= model.vocab_size else (own,)
+
     def _grammar_tokenizer(self, directory: Path) -> Callable[[], GrammarTokenizer]:
         """Gives the tokenizer for constraints, when it is first asked for."""
         model, tokenizer, source = self.startup.model.config, self.tokenizer, self.args.tokenizer or directory
         if tokenizer is not None:
-            return lambda: GrammarTokenizer.of(tokenizer, model.vocab_size, model.eos_token_ids)
+            return lambda: GrammarTokenizer.of(tokenizer, model.vocab_size, self._eos_token_ids)
         return lambda: GrammarTokenizer.read(
-            source, lambda: Tokenizer.load(source), model.vocab_size, model.eos_token_ids
+            source, lambda: Tokenizer.load(source), model.vocab_size, self._eos_token_ids
         )
 
     def _token_array(self, prompt: Prompt) -> np.ndarray:

@@ -41,7 +41,7 @@ from jpaged.models.experts import ClampedSwiGLU, Routing, SparseConfig, SparseML
 from jpaged.models.family import OTHER_PARTS, TEXT_PART_NAMES, Attend, CausalLM, Family
 from jpaged.models.latent import LatentAttention, LatentConfig
 from jpaged.models.layers import MLP, Attention, GatedMLP, run_layers
-from jpaged.models.linear import Embedding, Linear, PartialSum
+from jpaged.models.linear import Embedding, Linear, PartialSum, Rows
 from jpaged.models.loading import pieces
 from jpaged.models.loading.checkpoint import load, save_pretrained
 from jpaged.models.loading.pieces import Piece, TiedTensor
@@ -54,6 +54,7 @@ from jpaged.models.norms import (
     LayerNorm,
     LayerNormOfHeads,
     Norm,
+    OnePlusLayerNorm,
     OnePlusRMSNorm,
     RMSNorm,
     RMSNormOfAllHeads,
@@ -110,6 +111,7 @@ __all__ = [
     "NoState",
     "Norm",
     "Normal",
+    "OnePlusLayerNorm",
     "OnePlusRMSNorm",
     "ParallelBlock",
     "PartialSum",
@@ -120,6 +122,7 @@ __all__ = [
     "RecurrentLayer",
     "Rope",
     "Routing",
+    "Rows",
     "Scales",
     "SequentialBlock",
     "SparseConfig",

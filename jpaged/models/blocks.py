@@ -141,7 +141,7 @@ class SequentialBlock(nnx.Module):
             rotation = None if self.rope is None else places.rotations[self.rope]
             pair = None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
             read = self._read(stream, self.attention_norm, self.attention)
-            tempered = {"temperature": places.temperature} if self.tempered else {}  # latent attention takes none
+            tempered = {"temperature": places.temperature} if self.tempered else {}  # recurrent layers take none
             given = self.attention(read, attend, rotation, self.head_norms or pair, stream.backend, **tempered)
             self._add(stream, given, self.after_attention)
         if self.mlp is not None:
@@ -215,7 +215,7 @@ class Decoder(nnx.Module):
 
     block: makes the layer of a number. norm: makes the last norm.
     embedding_norm: of the embeddings, before the first layer (BLOOM).
-    head_bias: of a head of its own.
+    head_bias: of the head, tied or not.
     """
 
     def __init__(
@@ -234,11 +234,11 @@ class Decoder(nnx.Module):
         vocab, hidden = config.vocab_size, config.hidden_size
         self.ropes, self.temperature = config.ropes, config.temperature
         self.collectives, self.scales = collectives, scales
-        self.embedding = Embedding(vocab, hidden, hidden**-0.5, dtype, rngs)
+        tied = config.tie_word_embeddings
+        self.embedding = Embedding(vocab, hidden, hidden**-0.5, dtype, rngs, bias=head_bias and tied)
         self.embedding_norm = embedding_norm
         self.layers = nnx.List(block(layer) for layer in range(config.num_layers))
         self.norm = norm()
-        tied = config.tie_word_embeddings
         self.lm_head = None if tied else Embedding(vocab, hidden, hidden**-0.5, dtype, rngs, bias=head_bias)
 
     def __call__(

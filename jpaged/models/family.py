@@ -27,7 +27,7 @@ TEXT_PART_NAMES = (
 )
 """`aliases` of a family whose models may be the text part of a multimodal checkpoint."""
 
-OTHER_PARTS = r"^(model\.)?(vision_tower|multi_modal_projector)\."
+OTHER_PARTS = r"^(model\.)?(vision_tower|multi_modal_projector|mm_projector)\."
 """The other parts of such a checkpoint, for `derived_tensors`."""
 
 

@@ -91,12 +91,14 @@ class LatentAttention(Reader):
         rotation: tuple[jax.Array, jax.Array] | None = None,
         norms: tuple[Norm, Norm] | HeadNorms | None = None,
         backend: str | None = "xla",
+        temperature: jax.Array | None = None,
     ) -> PartialSum:
         """[T, hidden] -> [T, hidden].
 
         rotation: cos and sin (`Rope.table`), of `rotated_dim` columns.
         norms: None; there is none of a head, and those of latents are the layer's own.
         backend: of products that have kernels (`Linear`).
+        temperature: float32 [T], what the queries are multiplied by (`Temperature.of`); None for nothing.
 
         Raises:
             ValueError: norms are given.
@@ -106,6 +108,8 @@ class LatentAttention(Reader):
         down = self.down(x, backend=backend)
         of_queries, latents, shared = jnp.split(down, (self.query_rank, self.query_rank + self.value_dim), axis=-1)
         queries = self.query(x if self.query_norm is None else self.query_norm(of_queries), backend=backend)
+        if temperature is not None:
+            queries = (queries * temperature[:, None, None]).astype(queries.dtype)
         plain, rotated = queries[..., : self.plain_dim], queries[..., self.plain_dim :]
         latents, shared = self.latent_norm(latents)[:, None], shared[:, None]
         if rotation is not None:

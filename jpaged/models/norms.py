@@ -108,10 +108,25 @@ class LayerNorm(Norm):
         self.bias = parameter(rngs, Constant(0.0), (size,), dtype) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        normed = _centred(x, self.eps) * self.scale[...].astype(jnp.float32)
+        normed = _centred(x, self.eps) * self.multiplier()
         if self.bias is not None:
             normed = normed + self.bias[...].astype(jnp.float32)
         return normed.astype(x.dtype)
+
+    def multiplier(self) -> jax.Array:
+        """What the normalised values are multiplied by, float32 [size]."""
+        return self.scale[...].astype(jnp.float32)
+
+
+class OnePlusLayerNorm(LayerNorm):
+    """Nemotron-4's: times 1 + w."""
+
+    def __init__(self, size: int, eps: float, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        super().__init__(size, eps, dtype, rngs)
+        self.scale = parameter(rngs, Constant(0.0), (size,), dtype)
+
+    def multiplier(self) -> jax.Array:
+        return 1.0 + super().multiplier()
 
 
 def _centred(x: jax.Array, eps: float) -> jax.Array:

@@ -47,7 +47,7 @@ from jpaged.engine.sequences.request import Request, checked_salt
 from jpaged.engine.sequences.seeds import default_seed
 from jpaged.engine.stats import EngineStats
 from jpaged.frontend.embedding_config import EmbeddingConfig
-from jpaged.frontend.generation_config import get_default_sampling_params
+from jpaged.frontend.generation_config import GenerationConfig
 from jpaged.frontend.inputs import InputProcessor, ProcessedInput, Prompt, request_ids_to_abort
 from jpaged.frontend.intake import RequestIntake
 from jpaged.host.garbage import set_objects_apart
@@ -134,7 +134,8 @@ class ReplicatedEngine(RequestIntake):
             if not args.skip_tokenizer_init:
                 self.tokenizer = Tokenizer.load(args.tokenizer or directory)
                 set_objects_apart()
-            self.default_sampling_params = get_default_sampling_params(directory)
+            generation = GenerationConfig.chosen(args.generation_config, directory)
+            self.default_sampling_params = generation.sampling_params()
             ready = [self._wait_until_ready(replica) for replica in self._replicas]
         except BaseException:
             self.close()

@@ -55,7 +55,10 @@ class GrammarTokenizer:
     @classmethod
     def of(cls, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> "GrammarTokenizer":
         """Of a tokenizer that is loaded."""
-        return cls(tokenizer.to_json(), vocab_size, tuple(eos_token_ids))
+        text = tokenizer.to_json()
+        if tokenizer.vocab_size > vocab_size:
+            text = _of_logits(text, json.loads(text), vocab_size)
+        return cls(text, vocab_size, tuple(eos_token_ids))
 
     @classmethod
     def read(
@@ -68,9 +71,10 @@ class GrammarTokenizer:
         try:
             text = (directory / _TOKENIZER_FILE).read_text()
             config = json.loads((directory / _TOKENIZER_CONFIG_FILE).read_text())
-            added = {str(token["id"]) for token in json.loads(text)["added_tokens"]}
+            whole = json.loads(text)
+            added = {str(token["id"]) for token in whole["added_tokens"]}
             if not set(config.get("added_tokens_decoder", {})) - added:
-                return cls(text, vocab_size, tuple(eos_token_ids))
+                return cls(_of_logits(text, whole, vocab_size), vocab_size, tuple(eos_token_ids))
         except (OSError, ValueError, LookupError):
             pass
         return cls.of(load(), vocab_size, eos_token_ids)
@@ -93,6 +97,16 @@ class GrammarTokenizer:
         """Raises InvalidParameterError if the model has no end-of-sequence token."""
         if not self.eos_token_ids:
             raise InvalidParameterError("structured_outputs needs a model with an end-of-sequence token.")
+
+
+def _of_logits(text: str, whole: dict[str, Any], vocab_size: int) -> str:
+    """A tokenizer.json without added tokens that the model has no logits for, which llguidance refuses. Gemma 3's 1B
+    has one, for images. whole: what the text says.
+    """
+    kept = [token for token in whole["added_tokens"] if token["id"] < vocab_size]
+    if len(kept) == len(whole["added_tokens"]):
+        return text
+    return json.dumps(whole | {"added_tokens": kept}, ensure_ascii=False)
 
 
 def _unusable(error: str) -> InvalidParameterError:

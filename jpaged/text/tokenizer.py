@@ -3,6 +3,7 @@
 The other way, token ids to text as they are sampled, is `jpaged.text.detokenizer`.
 """
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -92,6 +93,8 @@ class Tokenizer:
             raise _load_error(name, is_local, error) from error
         if hf.vocab_size <= len(hf.all_special_tokens):  # transformers makes one up for some classes without files
             raise CheckpointError(f"The tokenizer of {name} has no vocabulary; its tokenizer.json is missing.")
+        if is_local and not hf.chat_template:
+            hf.chat_template = _template_of_processor(directory)
         hf.model_max_length = int(1e30)  # only for warnings, which are not wanted; it may be no number at all
         return cls(hf, name)
 
@@ -471,6 +474,24 @@ def _check_tokenizer_files(directory: Path) -> None:
         f"{directory} has no tokenizer ({', '.join(_TOKENIZER_FILES)}); copy the model's tokenizer files there, name"
         " another tokenizer, or use token ids only with skip_tokenizer_init=True."
     )
+
+
+def _template_of_processor(directory: Path) -> str | None:
+    """The chat template of a multimodal checkpoint that has it in chat_template.json, for its processor, alone.
+
+    Raises:
+        CheckpointError: the file cannot be read, or holds something else.
+    """
+    path = directory / "chat_template.json"
+    if not path.is_file():
+        return None
+    try:
+        template = json.loads(path.read_text(encoding="utf-8"))["chat_template"]
+    except (OSError, ValueError, RecursionError, LookupError, TypeError) as error:
+        raise CheckpointError(f"{path} holds no chat_template ({error}); fetch it anew, or delete it.") from error
+    if not isinstance(template, str):
+        raise CheckpointError(f"{path}: chat_template must be a string, got {shown(template)}; fetch it anew.")
+    return template
 
 
 def _load_error(name: str, is_local: bool, error: Exception) -> CheckpointError:

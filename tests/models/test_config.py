@@ -145,7 +145,6 @@ def test_an_unknown_architecture_is_answered_with_the_supported_ones() -> None:
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
         ("opt-125m-style", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        ("gptj", {"tie_word_embeddings": True}, "tie_word_embeddings"),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
         ("mpt", {"attn_config": {"alibi": False}}, "alibi"),
         ("mpt", {"attn_config": {"qk_ln": True}}, "qk_ln"),

@@ -1,6 +1,7 @@
 """The text part of a multimodal checkpoint is loaded as the text model that it is, whatever its tensors are called."""
 
 import json
+import random
 from pathlib import Path
 
 import jax
@@ -13,9 +14,11 @@ from jpaged.api.errors import CheckpointError, UnsupportedModelError
 from jpaged.executor.mesh import DeviceMesh
 from jpaged.executor.start.weights import CheckpointReader
 from jpaged.models.loading import safetensors_file
+from tests.support.config_spaces import SPACES, draw
 from tests.tiny_models import tiny_model, write_tiny_model
 
 OF_OTHER_PARTS = ("vision_tower.vision_model.embeddings.weight", "multi_modal_projector.linear.weight")
+OF_OTHER_PARTS += ("mm_projector.proj.0.weight",)
 
 
 def write_multimodal(text: Path, directory: Path, architecture: str, prefix: str, others: tuple[str, ...]) -> None:
@@ -41,6 +44,7 @@ def write_multimodal(text: Path, directory: Path, architecture: str, prefix: str
         ("mistral-full", "Mistral3ForConditionalGeneration"),
         ("llama4-scout-style", "Llama4ForConditionalGeneration"),
         ("ministral3", "Mistral3ForConditionalGeneration"),
+        ("kimi-k2-style", "KimiK25ForConditionalGeneration"),
     ],
 )
 def test_it_has_the_weights_of_the_text_model(name: str, architecture: str, prefix: str, tmp_path: Path) -> None:
@@ -87,9 +91,16 @@ def test_a_tensor_that_no_part_has_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_text_model_is_refused_by_name() -> None:
-    config = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "mistral4"}}
-    with pytest.raises(UnsupportedModelError, match="mistral4"):
+    config = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "llama"}}
+    with pytest.raises(UnsupportedModelError, match="llama"):
         models.ModelConfig.from_dict(config)
+
+
+def test_a_mistral_3_may_have_the_text_model_of_a_mistral_4() -> None:
+    text = draw(SPACES["mistral4"], random.Random(1))
+    found = models.ModelConfig.from_dict({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text})
+    assert found.architecture == "Mistral4ForCausalLM"
+    assert found == models.ModelConfig.from_dict(text)
 
 
 @pytest.mark.parametrize("of_whole", [True, False])
@@ -111,6 +122,7 @@ def test_whether_the_head_is_tied_is_said_of_the_whole_model_first(of_whole: boo
         ("llama4_text", "llama4-scout-style"),
         ("qwen2_5_vl", "qwen2-tied"),
         ("qwen3_vl", "qwen3-tied-d64"),
+        ("kimi_k25", "kimi-k2-style"),
     ],
 )
 def test_a_model_type_alone_is_enough(model_type: str, name: str) -> None:

@@ -399,6 +399,19 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         },
         6_050_882_784,
     ),
+    "gpt-neo-125m": (
+        {
+            "architectures": ["GPTNeoForCausalLM"],
+            "vocab_size": 50257,
+            "hidden_size": 768,
+            "num_layers": 12,
+            "num_heads": 12,
+            "max_position_embeddings": 2048,
+            "attention_types": [[["global", "local"], 6]],
+            "window_size": 256,
+        },
+        125_198_592,
+    ),
     "bloom-560m": (
         {"architectures": ["BloomForCausalLM"], "vocab_size": 250880, "hidden_size": 1024, "n_layer": 24, "n_head": 16},
         559_214_592,

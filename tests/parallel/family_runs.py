@@ -43,6 +43,7 @@ UNSPLIT |= {
     "granite4-h-small",
     "bamba",
     "nemotron3-nano-style",
+    "trinity-style",
 }
 """Models that are split over devices as another of their family is, and run on one alone."""
 

@@ -337,6 +337,13 @@ def _tempered_rotation(chance: random.Random, config: Config) -> None:
         config.pop("rope_scaling", None), config.pop("rope_parameters", None), config.pop("rope_theta", None)
 
 
+def _tempered_latents(chance: random.Random, config: Config) -> None:
+    """Mistral 4's rotation, in the one spelling that transformers takes; it always has a temperature."""
+    parameters = stretch(chance, "yarn", config["qk_rope_head_dim"], config) | {"rope_theta": 10000.0}
+    parameters |= {"llama_4_scaling_beta": chance.choice((0.1, 0.5)), "original_max_position_embeddings": 16}
+    config["rope_parameters"] = parameters
+
+
 def by_kind(theta: str = "") -> Callable[[random.Random, Config], None]:
     """Rotations of both kinds of layers, in one of the spellings (Gemma 3, OLMo 3). theta: of layers with windows."""
 
@@ -362,6 +369,15 @@ def by_kind(theta: str = "") -> Callable[[random.Random, Config], None]:
                     config[name] = chance.choice((100.0, 20000.0))
 
     return add
+
+
+def _local_layers(chance: random.Random, config: Config) -> None:
+    """GPT-Neo's layers with windows."""
+    layers = config["num_layers"]
+    config["attention_types"] = [
+        [[chance.choice(("global", "local"))], layers - layers // 2],
+        [[chance.choice(("global", "local"))], layers // 2],
+    ]
 
 
 def names(**renamed: str) -> Callable[[random.Random, Config], None]:
@@ -858,6 +874,57 @@ SPACES: dict[str, Space] = {
             "reorder_and_upcast_attn": FLAG,
         },
         (sizes(dim="none", kv=None), names(**_GPT), _no_inner),
+    ),
+    "gpt_neo": Space(
+        "GPTNeoForCausalLM",
+        "gpt_neo",
+        {"activation_function": GATES, "layer_norm_epsilon": EPS, "window_size": WINDOW},
+        (
+            sizes(dim="none", kv=None),
+            names(num_attention_heads="num_heads", num_hidden_layers="num_layers"),
+            *(_local_layers, _no_inner),
+        ),
+    ),
+    "nemotron": Space(
+        "NemotronForCausalLM",
+        "nemotron",
+        {"hidden_act": (..., "relu2", *GATES), "norm_eps": EPS, "attention_bias": FLAG, "mlp_bias": FLAG},
+        (sizes(), rotation(partial=True, default_fraction=0.5)),
+    ),
+    "arcee": Space(
+        "ArceeForCausalLM",
+        "arcee",
+        {"hidden_act": (..., "relu2", *GATES), "rms_norm_eps": EPS, "attention_bias": FLAG, "mlp_bias": FLAG},
+        (sizes(), rotation()),
+    ),
+    "apertus": Space(
+        *("ApertusForCausalLM", "apertus", {"hidden_act": (..., "xielu"), "rms_norm_eps": EPS}),
+        (sizes(), rotation()),
+    ),
+    "afmoe": Space(
+        "AfmoeForCausalLM",
+        "afmoe",
+        {
+            "hidden_act": GATES,
+            "rms_norm_eps": EPS,
+            "mup_enabled": FLAG,
+            "sliding_window": (..., *WINDOW),
+            "num_dense_layers": (..., 0, 1, 2),
+            "num_shared_experts": (..., 1, 2),
+            "route_scale": (..., 2.5),
+        },
+        (
+            *(sizes(dim="always"), rotation(), layer_kinds(pattern="global_attn_every_n_layers")),
+            experts(total=("num_experts",), top=("num_experts_per_tok",), size=("moe_intermediate_size",)),
+        ),
+    ),
+    "mistral4": Space(
+        *("Mistral4ForCausalLM", "mistral4", _QWEN | {"attention_bias": FLAG, "rope_interleave": FLAG}),
+        (
+            *(latents, _tempered_latents),
+            experts(**_SPLIT_EXPERTS, norm_topk_prob=FLAG, routed_scaling_factor=(..., 1.0, 2.5)),
+            groups,
+        ),
     ),
     "mixtral": Space(
         *("MixtralForCausalLM", "mixtral", _QWEN | {"sliding_window": (..., None, *WINDOW)}),

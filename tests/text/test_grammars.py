@@ -116,6 +116,20 @@ def test_a_tokenizer_is_read_without_transformers_where_its_file_says_all(tokeni
     assert GrammarTokenizer.read(tmp_path / "model", lambda: tokenizer, VOCAB_SIZE, (EOS,)) == given
 
 
+def test_added_tokens_that_the_model_has_no_logits_for_are_left_out(given, tmp_path):
+    shutil.copytree(demo_model_path(), tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    whole = json.loads(file.read_text())
+    whole["added_tokens"].append(whole["added_tokens"][0] | {"id": VOCAB_SIZE, "content": "<image>"})
+    file.write_text(json.dumps(whole))
+    loaded = Tokenizer.load(tmp_path / "model")
+    assert loaded.vocab_size == VOCAB_SIZE + 1
+    of_files = GrammarTokenizer.read(tmp_path / "model", lambda: loaded, VOCAB_SIZE, (EOS,))
+    for found in (of_files, GrammarTokenizer.of(loaded, VOCAB_SIZE, (EOS,))):
+        assert json.loads(found.json) == json.loads(given.json)
+        assert found.make().vocab_size == VOCAB_SIZE
+
+
 def test_what_can_only_come_one_way_is_forced_from_the_first_token_on(compiler, tokenizer):
     schema = {"type": "object", "properties": {"name": {"enum": ["fox", "frog"]}}, "required": ["name"]}
     grammar = compiler.compile(Structured(json=schema | {"additionalProperties": False}, **COMPACT)).result()

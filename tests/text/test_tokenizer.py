@@ -1,6 +1,7 @@
 """Loading tokenizers, encoding prompts and conversations, and what is said when they are wrong."""
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from jpaged.api.errors import CheckpointError, InvalidParameterError, InvalidPromptError, ModelNotFoundError
 from jpaged.api.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
 from jpaged.assets import demo_model_path
-from jpaged.frontend.generation_config import GenerationConfig, get_default_sampling_params
+from jpaged.frontend.generation_config import GenerationConfig
 from jpaged.text.tokenizer import Tokenizer, check_messages
 from tests.text.tokenizers_for_tests import BYTE_EXACT, tokenizer
 
@@ -255,6 +256,31 @@ class TestBadWords:
             t.encode_bad_words([f"w{i}" for i in range(MAX_BAD_WORDS)])
 
 
+@pytest.mark.parametrize("where", ["chat_template.jinja", "chat_template.json", "a list"])
+def test_a_chat_template_is_found_wherever_checkpoints_have_it(tmp_path, where):
+    template = "{% for message in messages %}[{{ message.content }}]{% endfor %}{{ eos_token }}"
+    shutil.copy(demo_model_path() / "tokenizer.json", tmp_path)
+    config = json.loads((demo_model_path() / "tokenizer_config.json").read_text()) | {"chat_template": None}
+    if where == "a list":
+        named = {"default": template, "tool_use": f"tools: {template}"}
+        config["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+    else:
+        (tmp_path / where).write_text(json.dumps({"chat_template": template}) if "json" in where else template)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    loaded, tool = Tokenizer.load(tmp_path), {"type": "function", "function": {"name": "f", "parameters": {}}}
+    assert loaded.hf.get_chat_template(None, None) == template
+    assert loaded.hf.get_chat_template(None, [tool]) == ("tools: " * (where == "a list")) + template
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"chat_template": ["a"]}'])
+def test_a_broken_chat_template_json_is_named(tmp_path, content):
+    for name in ("tokenizer.json", "config.json"):
+        shutil.copy(demo_model_path() / name, tmp_path)
+    (tmp_path / "chat_template.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"chat_template\.json.* fetch it anew"):
+        Tokenizer.load(tmp_path)
+
+
 class TestGenerationConfig:
     def write(self, path, config):
         (path / "generation_config.json").write_text(config if isinstance(config, str) else json.dumps(config))
@@ -262,7 +288,7 @@ class TestGenerationConfig:
 
     def test_is_empty_without_a_file(self, tmp_path):
         assert GenerationConfig.load(tmp_path) == GenerationConfig()
-        assert get_default_sampling_params(tmp_path) == SamplingParams()
+        assert GenerationConfig.load(tmp_path).sampling_params() == SamplingParams()
 
     def test_gives_ends_and_sampling_parameters(self, tmp_path):
         config = {"eos_token_id": [7, 9], "temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_new_tokens": 50}
@@ -276,6 +302,24 @@ class TestGenerationConfig:
         )
         assert loaded.eos_token_ids == (2,)
         assert loaded.sampling_params().greedy
+
+    def test_what_other_values_of_its_entries_mean(self, tmp_path):
+        config = {"eos_token_id": [7, -1], "temperature": None, "top_k": 0, "min_p": 0.05, "repetition_penalty": 1.05}
+        ignored = {"suppress_tokens": [3], "bad_words_ids": [[4]], "num_beams": 4, "transformers_version": "5.0.0"}
+        loaded = GenerationConfig.load(self.write(tmp_path, config | ignored))
+        assert loaded.eos_token_ids == (7,)
+        assert loaded.sampling_params() == SamplingParams(top_k=0, min_p=0.05, repetition_penalty=1.05)
+
+    def test_it_is_the_model_s_or_of_another_directory_or_says_nothing_of_sampling(self, tmp_path):
+        model, other = (tmp_path / name for name in ("model", "other"))
+        for directory, token, temperature in ((model, 7, 0.6), (other, 9, 0.2)):
+            directory.mkdir()
+            self.write(directory, {"eos_token_id": token, "temperature": temperature})
+        assert GenerationConfig.chosen("auto", model) == GenerationConfig((7,), {"temperature": 0.6})
+        assert GenerationConfig.chosen("vllm", model) == GenerationConfig((7,))
+        assert GenerationConfig.chosen(str(other), model) == GenerationConfig((9,), {"temperature": 0.2})
+        with pytest.raises(InvalidParameterError, match=r"generation_config='.*absent' is no directory"):
+            GenerationConfig.chosen(str(tmp_path / "absent"), model)
 
     @pytest.mark.parametrize(
         ("config", "said"),

@@ -1,15 +1,17 @@
 """The families of this package, registered as those from outside it are."""
 
+from jpaged.models.families.afmoe import AfmoeFamily
+from jpaged.models.families.apertus import ApertusFamily
 from jpaged.models.families.bamba import BambaFamily
 from jpaged.models.families.bloom import BloomFamily
 from jpaged.models.families.cohere import COHERE, COHERE2
-from jpaged.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
+from jpaged.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MISTRAL4
 from jpaged.models.families.ernie_moe import ERNIE45_MOE
 from jpaged.models.families.exaone4 import Exaone4Family
 from jpaged.models.families.falcon import FalconFamily
 from jpaged.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from jpaged.models.families.glm import GLM, GLM4
-from jpaged.models.families.gpt2 import GPT2Family
+from jpaged.models.families.gpt2 import GPT2Family, GPTNeoFamily
 from jpaged.models.families.gpt_neox import GPTNeoXFamily
 from jpaged.models.families.gpt_oss import GptOssFamily
 from jpaged.models.families.gptj import GPTJFamily
@@ -19,6 +21,7 @@ from jpaged.models.families.lfm2 import LFM2, LFM2_MOE
 from jpaged.models.families.llama import ERNIE45, LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, QWEN2, QWEN3, SEED_OSS
 from jpaged.models.families.llama4 import Llama4Family
 from jpaged.models.families.mpt import MptFamily
+from jpaged.models.families.nemotron import ARCEE, NEMOTRON
 from jpaged.models.families.nemotron_h import NemotronHFamily
 from jpaged.models.families.olmo import OLMO2, OLMO3
 from jpaged.models.families.opt import OPTFamily
@@ -37,7 +40,7 @@ _LLAMA = About(
 )
 _MISTRAL = About(
     "Mistral",
-    "Mistral 7B, NeMo, Small, Large; Ministral; of Mistral Small 3.1 and 3.2 the text part",
+    "Mistral 7B, NeMo, Small, Large; Ministral; of Mistral Small 3.1, 3.2 and 4 the text part",
     "as Llama; sliding windows",
 )
 _MINISTRAL3 = About(
@@ -157,11 +160,14 @@ _DEEPSEEK_V2 = About(
 )
 _DEEPSEEK_V3 = About(
     "DeepSeek-V3",
-    "DeepSeek-V3, V3.1, R1; Kimi K2; Moonlight",
+    "DeepSeek-V3, V3.1, R1; Kimi K2; Moonlight; of Kimi K2.5, K2.6 and Kimi-VL the text part",
     "as DeepSeek-V2; experts chosen by a sigmoid with a bias, in groups",
 )
 _GLM47_FLASH = About(
     "GLM-4.7-Flash", "30B-A3B", "as DeepSeek-V3; every layer but the first has experts, or as config.json says"
+)
+_MISTRAL4 = About(
+    "Mistral 4", "Mistral Small 4: the text part", "as DeepSeek-V2; temperature by position; experts renormalised"
 )
 _LFM2 = About(
     "LFM2",
@@ -174,7 +180,21 @@ _NEMOTRON_H = About(
     "Nemotron-H 8B, 47B, 56B; Nemotron Nano 2 9B, 12B; Nemotron 3 Nano, Super",
     "Mamba-2, attention without RoPE, MLPs and experts, each a layer; squared ReLU without gates",
 )
+_NEMOTRON = About(
+    "Nemotron-4, Minitron",
+    "Nemotron-Mini-4B, Minitron 4B and 8B, Nemotron-4 15B and 340B",
+    "layer norms times 1 + w; RoPE on half of a head; squared ReLU without gates",
+)
+_ARCEE = About("AFM", "4.5B, base and instruct", "as Llama; squared ReLU without gates")
+_APERTUS = About("Apertus", "8B, 70B", "as Llama; norms of queries and keys; xIELU without gates")
+_AFMOE = About(
+    "AFMoE",
+    "Trinity Nano, Mini, Large",
+    "norms before and after, of queries and keys; attention with a gate; windows and RoPE in three layers of four, none"
+    " in the others; experts chosen by a sigmoid with a bias, some shared",
+)
 _OPT = About("OPT", "125M to 66B", "learned positions; norms before or after; projected embeddings (350M)")
+_GPT_NEO = About("GPT-Neo", "125M, 1.3B, 2.7B", "as GPT-2; windows in every second layer; scores not scaled")
 _GPT2 = About("GPT-2", "124M to 1.5B; CodeParrot", "learned positions; joined q, k, v; scores scaled by layer")
 
 register("LlamaForCausalLM", LLAMA, _LLAMA)
@@ -224,8 +244,13 @@ register("MPTForCausalLM", MptFamily(), _MPT)  # as MosaicML's own checkpoints h
 register("Lfm2ForCausalLM", LFM2, _LFM2)
 register("Lfm2MoeForCausalLM", LFM2_MOE, _LFM2_MOE)
 register("NemotronHForCausalLM", NemotronHFamily(), _NEMOTRON_H)
+register("NemotronForCausalLM", NEMOTRON, _NEMOTRON)
+register("ArceeForCausalLM", ARCEE, _ARCEE)
+register("ApertusForCausalLM", ApertusFamily(), _APERTUS)
+register("AfmoeForCausalLM", AfmoeFamily(), _AFMOE)
 register("OPTForCausalLM", OPTFamily(), _OPT)
 register("GPT2LMHeadModel", GPT2Family(), _GPT2)
+register("GPTNeoForCausalLM", GPTNeoFamily(), _GPT_NEO)
 register("MixtralForCausalLM", MIXTRAL, _MIXTRAL)
 register("OlmoeForCausalLM", OLMOE, _OLMOE)
 register("MiniMaxM2ForCausalLM", MINIMAX_M2, _MINIMAX_M2)
@@ -235,6 +260,10 @@ register("Dots1ForCausalLM", DOTS1, _DOTS1)
 register("Glm4MoeForCausalLM", GLM4_MOE, _GLM4_MOE)
 register("DeepseekV2ForCausalLM", DEEPSEEK_V2, _DEEPSEEK_V2)
 register("DeepseekV3ForCausalLM", DEEPSEEK_V3, _DEEPSEEK_V3)
+register("KimiK25ForConditionalGeneration", DEEPSEEK_V3, _DEEPSEEK_V3)
+register("Kimi_K25ForConditionalGeneration", DEEPSEEK_V3, _DEEPSEEK_V3)  # as transformers calls it
+register("KimiVLForConditionalGeneration", DEEPSEEK_V3, _DEEPSEEK_V3)
+register("Mistral4ForCausalLM", MISTRAL4, _MISTRAL4)
 register("Glm4MoeLiteForCausalLM", GLM4_MOE_LITE, _GLM47_FLASH)
 register("GptOssForCausalLM", GptOssFamily(), _GPT_OSS)
 register("Qwen3NextForCausalLM", QWEN3_NEXT, _QWEN3_NEXT)

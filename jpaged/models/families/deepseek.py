@@ -1,14 +1,16 @@
 """DeepSeek-V2 (Liu et al. 2024, arXiv:2405.04434), V3 and R1 (Liu et al. 2024, arXiv:2412.19437), and what has their
-architecture: Kimi K2, Moonlight, GLM-4.7-Flash.
+architecture: Kimi K2, Moonlight, GLM-4.7-Flash, Mistral Small 4.
 
-    attention   latents (`models/latent.py`); YaRN, whose temperature multiplies scores, not the rotation
+    attention   latents (`models/latent.py`); YaRN, whose temperature multiplies scores, not the rotation; Mistral's
+                sharpens with the position, too
     MLPs        dense in the first layers, then experts, of which some are shared
-    routers     V2: softmax, of all experts or of the best groups; V3: sigmoid with a bias, in groups
+    routers     V2: softmax, of all experts or of the best groups; V3: sigmoid with a bias, in groups; Mistral: softmax,
+                in groups
 
 The layers behind the last one, which predict further tokens, are not read.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,31 +23,56 @@ from jpaged.models.blocks import Decoder, DecoderConfig, SequentialBlock
 from jpaged.models.collectives import Collectives
 from jpaged.models.config_reader import ConfigReader
 from jpaged.models.experts import Routing, SparseConfig, feed_forward, sigmoid_routing
+from jpaged.models.family import OTHER_PARTS, TEXT_PART_NAMES
 from jpaged.models.latent import LatentAttention, LatentConfig
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
 from jpaged.models.norms import RMSNorm
 from jpaged.models.rope import parse_rope, yarn_temperature
+from jpaged.models.temperature import Temperature
 
 _MLP_KINDS = ("dense", "sparse")
+_ROPE_OF_MISTRAL4: dict[str, Any] = {
+    "type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+"""RoPE's parameters where the config.json of a Mistral 4 has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekConfig(DecoderConfig, SparseConfig, LatentConfig):
-    """See the classes that it is made of."""
+    """joined_experts: checkpoints have one tensor for gate and up of all experts of a layer, and one for down."""
+
+    joined_experts: bool = False
 
 
 @dataclass(frozen=True)
 class DeepseekFamily:
-    """One of the architectures. reads: its configuration."""
+    """One of the architectures, alone or as the text part of a multimodal checkpoint. reads: its configuration.
+    text: the architecture of the text model. other_types: model_types of multimodal models. parts: further ones of
+    their text part.
+    """
 
     model_type: str
     reads: Callable[[ConfigReader], DeepseekConfig]
+    text: str
+    other_types: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
 
     base_prefix = "model."
-    derived_tensors = r"rotary_emb\.inv_freq$"
+    derived_tensors = rf"rotary_emb\.inv_freq$|{OTHER_PARTS}"
+    aliases = TEXT_PART_NAMES
 
     def read_config(self, read: ConfigReader) -> DeepseekConfig:
+        if "text_config" in read.config:
+            read = read.text_part(self.text)
+            if read.config.get("model_type") not in self.parts:
+                read.refuse(("model_type", self.model_type))
         return self.reads(read)
 
     def passed_over(self, config: DeepseekConfig) -> str:
@@ -57,7 +84,8 @@ class DeepseekFamily:
         def block(layer: int) -> SequentialBlock:
             attention = LatentAttention(config, dtype, rngs)
             mlp = feed_forward(config, layer, dtype, rngs, collectives)
-            return SequentialBlock(attention, mlp, attention_norm=norm(), mlp_norm=norm())
+            tempered = config.temperature is not None
+            return SequentialBlock(attention, mlp, attention_norm=norm(), mlp_norm=norm(), tempered=tempered)
 
         return Decoder(config, block, norm, dtype, rngs, collectives)
 
@@ -71,6 +99,8 @@ class DeepseekFamily:
             yield pieces.norm(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm", hidden)
             if config.dense_layers[i]:
                 yield from pieces.gated_mlp(f"{theirs}.mlp", f"{ours}.mlp", hidden, config.intermediate_size)
+            elif config.joined_experts:
+                yield from _joined_experts(f"{theirs}.mlp", f"{ours}.mlp", config)
             else:
                 yield from pieces.sparse_mlp(f"{theirs}.mlp", f"{ours}.mlp", config)
         yield pieces.norm("model.norm", "norm", hidden)
@@ -111,6 +141,13 @@ def _attention(theirs: str, ours: str, config: DeepseekConfig) -> Iterator[Piece
     yield Piece(f"{theirs}.o_proj.weight", (hidden, split[1] * split[2]), f"{ours}.out", split, (1, 2, 0))
     if bias:
         yield pieces.as_is(f"{theirs}.o_proj.bias", f"{ours}.out_bias", hidden)
+
+
+def _joined_experts(theirs: str, ours: str, config: DeepseekConfig) -> Iterator[Piece]:
+    hidden, inner, count = config.hidden_size, config.expert_size, config.num_experts
+    yield pieces.transposed(f"{theirs}.gate.weight", f"{ours}.router.gate", hidden, count)
+    yield from pieces.joined_experts(f"{theirs}.experts", f"{ours}.experts", hidden, inner, count)
+    yield from pieces.gated_mlp(f"{theirs}.shared_experts", f"{ours}.shared", hidden, config.shared_size)
 
 
 def _behind(count: int, order: tuple[int, ...]) -> tuple[int, ...]:
@@ -158,6 +195,31 @@ def _read_glm4_moe_lite(read: ConfigReader) -> DeepseekConfig:
     routing = sigmoid_routing(read, per_token=4, renormalized=True)
     found = _config(read, routing, num_experts=64, num_shared=1, expert_size=1536, dense=0, default_length=202752)
     return replace(found, dense_layers=tuple(kind == "dense" for kind in kinds))
+
+
+def _read_mistral4(read: ConfigReader) -> DeepseekConfig:
+    """Mistral AI 2026. The weight of attention's temperature stands among RoPE's parameters."""
+    usual: dict[str, Any] = {"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64}
+    read = read.with_defaults(**usual)
+    given = read.config.get("rope_parameters") or read.config.get("rope_scaling") or _ROPE_OF_MISTRAL4
+    if not isinstance(given, Mapping):
+        raise CheckpointError(f"config.json: rope_parameters must be an object or null, got {shown(given)}.")
+    # The rotated part of a head, which its sizes say as well.
+    parameters = {name: value for name, value in given.items() if name != "partial_rotary_factor"}
+    read = read.with_entries(rope_scaling=parameters, rope_parameters=None)
+    routing = Routing(
+        per_token=read.integer("num_experts_per_tok", 4),
+        renormalized=read.flag("norm_topk_prob", True),
+        factor=read.number("routed_scaling_factor", 1.0),
+        groups=read.integer("n_group", 1),
+        kept_groups=read.integer("topk_group", 1),
+    )
+    found = _config(read, routing, num_experts=128, num_shared=1, expert_size=2048, dense=0, default_length=1048576)
+    of_rope = ConfigReader(read.architecture, parameters)
+    weight = of_rope.optional_number("llama_4_scaling_beta")
+    length = of_rope.integer("original_max_position_embeddings", read.integer("max_position_embeddings", 1048576))
+    temperature = None if weight is None else Temperature(weight, length)
+    return replace(found, temperature=temperature, joined_experts=True)
 
 
 def _config(
@@ -212,6 +274,9 @@ def _config(
     )
 
 
-DEEPSEEK_V2 = DeepseekFamily("deepseek_v2", _read_v2)
-DEEPSEEK_V3 = DeepseekFamily("deepseek_v3", _read_v3)
-GLM4_MOE_LITE = DeepseekFamily("glm4_moe_lite", _read_glm4_moe_lite)
+DEEPSEEK_V2 = DeepseekFamily("deepseek_v2", _read_v2, "DeepseekV2ForCausalLM")
+DEEPSEEK_V3 = DeepseekFamily(
+    "deepseek_v3", _read_v3, "DeepseekV3ForCausalLM", other_types=("kimi_k25", "kimi_vl"), parts=("kimi_k2",)
+)
+GLM4_MOE_LITE = DeepseekFamily("glm4_moe_lite", _read_glm4_moe_lite, "Glm4MoeLiteForCausalLM")
+MISTRAL4 = DeepseekFamily("mistral4", _read_mistral4, "Mistral4ForCausalLM")

@@ -1,4 +1,8 @@
-"""GPT-2 (Radford et al. 2019). Its checkpoints keep kernels as [inputs, outputs], and q, k, v in one."""
+"""GPT-2 (Radford et al. 2019) and GPT-Neo (Black et al. 2021).
+
+GPT-2       checkpoints keep kernels as [inputs, outputs], and q, k, v in one
+GPT-Neo     scores are not scaled; windows in every second layer; q, k, v have no biases
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jpaged.api.errors import UnsupportedModelError
+from jpaged.api.errors import CheckpointError, UnsupportedModelError, shown
 from jpaged.models.collectives import Collectives
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_reader import ConfigReader, divide_into_heads
@@ -26,11 +30,13 @@ from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin_stream
 class GPT2Config(ModelConfig):
     """norm_eps: of all norms. activation: of the MLPs.
     attention_scales: per layer; what multiplies the product of query and key.
+    qkv_bias: queries, keys and values have biases.
     """
 
     norm_eps: float
     activation: str
     attention_scales: tuple[float, ...]
+    qkv_bias: bool = True
 
 
 class GPT2Block(nnx.Module):
@@ -39,7 +45,8 @@ class GPT2Block(nnx.Module):
     def __init__(self, config: GPT2Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         hidden, eps, scale = config.hidden_size, config.norm_eps, config.attention_scales[layer]
         self.attention_norm = LayerNorm(hidden, eps, dtype, rngs)
-        self.attention = Attention(config, layer, dtype, rngs, scale=scale, qkv_bias=True, output_bias=True)
+        bias = config.qkv_bias
+        self.attention = Attention(config, layer, dtype, rngs, scale=scale, qkv_bias=bias, output_bias=True)
         self.mlp_norm = LayerNorm(hidden, eps, dtype, rngs)
         self.mlp = MLP(config, config.activation, dtype, rngs, bias=True)
 
@@ -139,3 +146,66 @@ class GPT2Family:
             yield TiedTensor("lm_head.weight", "transformer.wte.weight")
         else:
             yield pieces.as_is("lm_head.weight", "lm_head", config.vocab_size, hidden)
+
+
+class GPTNeoFamily:
+    """All sizes."""
+
+    model_type = "gpt_neo"
+    base_prefix = "transformer."
+    derived_tensors = r"\.attn\.attention\.(masked_)?bias$"
+
+    def read_config(self, read: ConfigReader) -> GPT2Config:
+        read = read.with_other_names(num_heads="num_attention_heads", num_layers="num_hidden_layers")
+        hidden_size, num_heads = read.integer("hidden_size", 2048), read.integer("num_heads", 16)
+        num_layers, window = read.integer("num_layers", 24), read.integer("window_size", 256)
+        return GPT2Config(
+            **read.common(),
+            hidden_size=hidden_size,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_dim=divide_into_heads(hidden_size, num_heads),
+            intermediate_size=read.integer("intermediate_size", 4 * hidden_size),
+            max_position_embeddings=read.integer("max_position_embeddings", 2048),
+            layer_windows=tuple(window if is_local else None for is_local in _local_layers(read, num_layers)),
+            tie_word_embeddings=read.flag("tie_word_embeddings", True),
+            norm_eps=read.number("layer_norm_epsilon", 1e-5),
+            activation=read.activation("activation_function", "gelu_new"),
+            attention_scales=(1.0,) * num_layers,
+            qkv_bias=False,
+        )
+
+    def module(self, config: GPT2Config, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> GPT2LMHeadModel:
+        return GPT2LMHeadModel(config, dtype, rngs, collectives)
+
+    def tensors(self, config: GPT2Config) -> Iterator[Piece | TiedTensor]:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        yield pieces.as_is("transformer.wte.weight", "embedding", config.vocab_size, hidden)
+        yield pieces.as_is("transformer.wpe.weight", "positions", config.max_position_embeddings, hidden)
+        for i in range(config.num_layers):
+            theirs, ours = f"transformer.h.{i}", f"layers.{i}"
+            attention, mlp = f"{ours}.attention", f"{ours}.mlp"
+            yield from pieces.layer_norm(f"{theirs}.ln_1", f"{ours}.attention_norm", hidden)
+            yield from pieces.separate_qkv(f"{theirs}.attn.attention", attention, config, bias=False)
+            yield from pieces.output_projection(f"{theirs}.attn.attention.out_proj", attention, config, bias=True)
+            yield from pieces.layer_norm(f"{theirs}.ln_2", f"{ours}.mlp_norm", hidden)
+            yield from pieces.linear(f"{theirs}.mlp.c_fc", f"{mlp}.up", hidden, inner, bias=True)
+            yield from pieces.linear(f"{theirs}.mlp.c_proj", f"{mlp}.down", inner, hidden, bias=True)
+        yield from pieces.layer_norm("transformer.ln_f", "norm", hidden)
+        yield pieces.head("lm_head.weight", "transformer.wte.weight", config)
+
+
+def _local_layers(read: ConfigReader, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer has a window. "attention_types" has pairs of a list of kinds and how often it is repeated."""
+    said = read.config.get("attention_types")
+    said = [[["global", "local"], 12]] if said is None else said
+    try:
+        kinds = [kind for kinds, times in said for _ in range(times) for kind in kinds]
+    except (TypeError, ValueError):
+        kinds = []
+    if len(kinds) != num_layers or any(kind not in ("global", "local") for kind in kinds):
+        raise CheckpointError(
+            f"config.json: attention_types must give 'global' or 'local' for {num_layers} layers, got {shown(said)}."
+        )
+    return tuple(kind == "local" for kind in kinds)

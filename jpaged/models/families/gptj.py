@@ -24,7 +24,6 @@ class GPTJFamily:
     derived_tensors = r"\.attn\.(masked_)?bias$|\.attn\.embed_positions$"
 
     def read_config(self, read: ConfigReader) -> DecoderConfig:
-        read.refuse(("tie_word_embeddings", False))
         read = read.with_other_names(
             n_embd="hidden_size",
             n_head="num_attention_heads",
@@ -72,5 +71,6 @@ class GPTJFamily:
             yield from pieces.linear(f"{theirs}.mlp.fc_in", f"{mlp}.up", hidden, inner, bias=True)
             yield from pieces.linear(f"{theirs}.mlp.fc_out", f"{mlp}.down", inner, hidden, bias=True)
         yield from pieces.layer_norm("transformer.ln_f", "norm", hidden)
-        yield pieces.as_is("lm_head.weight", "lm_head", config.vocab_size, hidden)
-        yield pieces.as_is("lm_head.bias", "lm_head_bias", config.vocab_size)
+        yield pieces.head("lm_head.weight", "transformer.wte.weight", config)
+        head = "embedding" if config.tie_word_embeddings else "lm_head"
+        yield pieces.as_is("lm_head.bias", f"{head}_bias", config.vocab_size)

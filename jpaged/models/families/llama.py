@@ -150,19 +150,21 @@ class LlamaFamily:
 
 
 class MistralFamily(LlamaFamily):
-    """Mistral, also as the text part of a multimodal model, which may be Ministral 3 as well."""
+    """Mistral, also as the text part of a multimodal model, which may be Ministral 3 or Mistral 4 as well."""
 
     other_types = ("mistral3",)
     derived_tensors = rf"rotary_emb\.inv_freq$|{OTHER_PARTS}"
     aliases = TEXT_PART_NAMES
 
-    def read_config(self, read: ConfigReader) -> LlamaConfig:
+    def read_config(self, read: ConfigReader) -> Any:  # of Mistral 4 it is no LlamaConfig
         if "text_config" not in read.config:  # with layer_types transformers takes a Mistral for a Ministral
             of_layers = self.model_type == "mistral" and "layer_types" in read.config
             return _read_ministral(read) if of_layers else self.reads(read)
         text = read.text_part("MistralForCausalLM")
         if text.config.get("model_type") == MINISTRAL3.model_type:
             return _read_ministral3(read.text_part("Ministral3ForCausalLM"))
+        if text.config.get("model_type") == "mistral4":
+            return ModelConfig.from_dict(read.text_part("Mistral4ForCausalLM").config, read.max_model_len)
         text.refuse(("model_type", self.model_type))
         return self.reads(text)
 

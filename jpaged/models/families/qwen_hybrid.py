@@ -167,10 +167,7 @@ def _experts(theirs: str, ours: str, config: QwenHybridConfig) -> Iterator[Piece
     hidden, inner, count = config.hidden_size, config.expert_size, config.num_experts
     yield pieces.transposed(f"{theirs}.gate.weight", f"{ours}.router.gate", hidden, count)
     if config.fused_experts:
-        both, split = (count, 2 * inner, hidden), (count, 2, inner, hidden)
-        yield Piece(f"{theirs}.experts.gate_up_proj", both, f"{ours}.experts.gate_up", split, (0, 3, 1, 2))
-        one = (count, hidden, inner)
-        yield Piece(f"{theirs}.experts.down_proj", one, f"{ours}.experts.down", one, (0, 2, 1))
+        yield from pieces.joined_experts(f"{theirs}.experts", f"{ours}.experts", hidden, inner, count)
     else:
         names = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
         yield from pieces.experts(f"{theirs}.experts", f"{ours}.experts", hidden, inner, count, **names)

@@ -57,15 +57,12 @@ class Qwen3MoeFamily(SparseLlamaFamily):
             return
         experts, hidden, inner = config.num_experts, config.hidden_size, config.expert_size
         yield pieces.transposed(f"{theirs}.gate.weight", f"{ours}.router.gate", hidden, experts)
-        gate_up, down = f"{ours}.experts.gate_up", f"{ours}.experts.down"
         if config.fused_experts == "outputs, inputs":
-            both, split, one = (experts, 2 * inner, hidden), (experts, 2, inner, hidden), (experts, hidden, inner)
-            yield Piece(f"{theirs}.experts.gate_up_proj", both, gate_up, split, (0, 3, 1, 2))
-            yield Piece(f"{theirs}.experts.down_proj", one, down, one, (0, 2, 1))
+            yield from pieces.joined_experts(f"{theirs}.experts", f"{ours}.experts", hidden, inner, experts)
         else:
             both, split = (experts, hidden, 2 * inner), (experts, hidden, 2, inner)
-            yield Piece(f"{theirs}.experts.gate_up_proj", both, gate_up, split, (0, 1, 2, 3))
-            yield pieces.as_is(f"{theirs}.experts.down_proj", down, experts, inner, hidden)
+            yield Piece(f"{theirs}.experts.gate_up_proj", both, f"{ours}.experts.gate_up", split, (0, 1, 2, 3))
+            yield pieces.as_is(f"{theirs}.experts.down_proj", f"{ours}.experts.down", experts, inner, hidden)
 
 
 def _read_mixtral(read: ConfigReader) -> SparseLlamaConfig:

@@ -363,6 +363,14 @@ def experts(
         yield Piece(f"{theirs}.{down}.weight", (hidden, inner), f"{parameter}.down", split, (0, 2, 1), (expert, 0, 0))
 
 
+def joined_experts(prefix: str, parameter: str, hidden: int, inner: int, num_experts: int) -> Iterator[Piece]:
+    """A tensor for gate and up of all experts, the gate's outputs first, and one for down, into `GroupedExperts`."""
+    both, split = (num_experts, 2 * inner, hidden), (num_experts, 2, inner, hidden)
+    yield Piece(f"{prefix}.gate_up_proj", both, f"{parameter}.gate_up", split, (0, 3, 1, 2))
+    one = (num_experts, hidden, inner)
+    yield Piece(f"{prefix}.down_proj", one, f"{parameter}.down", one, (0, 2, 1))
+
+
 def sparse_mlp(theirs: str, ours: str, config: SparseShape, names: ExpertNames = USUAL_NAMES) -> Iterator[Piece]:
     """The router, experts and shared experts of a layer, into a `SparseMLP`."""
     hidden = config.hidden_size
