@@ -87,19 +87,26 @@ class H200(DeviceMesh):
         return jax.jit(function, in_shardings=whole, out_shardings=whole, donate_argnums=donate)
 
 
-def parts(name: str) -> tuple[Counter[str], int, int]:
-    """What the program that was compiled last under this name consists of, how many of its kernels and copies are
-    inside CUDA graphs, and how many kernels of these take bundles apart.
-    """
+def _thunks(name: str) -> list[str]:
+    """The dump of the program that was compiled last under this name. Lines of what is in CUDA graphs are indented."""
     dump = Path(sys.argv[1])
     names = (f"*.jit_{name}.thunk_sequence{when}.txt" for when in ("_after_thunk_passes", ""))
     # Those after the passes are only there where these change anything.
     files = next(files for pattern in names if (files := list(dump.glob(pattern))))
     file = max(files, key=lambda file: file.stat().st_mtime_ns)
-    lines = file.read_text().splitlines()
+    return file.read_text().splitlines()
+
+
+def parts(name: str) -> tuple[Counter[str], int]:
+    """What a program that was compiled consists of, and how many of its kernels and copies are inside CUDA graphs."""
+    lines = _thunks(name)
     of_host = [match[1] for line in lines if (match := re.match(r"\d+: (\w+)", line))]
-    of_graphs = [line for line in lines if line.startswith(" ")]
-    return Counter(of_host), len(of_graphs), sum("loop_dynamic_slice_fusion" in line for line in of_graphs)
+    return Counter(of_host), sum(line.startswith(" ") for line in lines)
+
+
+def kernels_of_bundles(name: str) -> int:
+    """How many kernels of a program that was compiled take bundles apart."""
+    return sum("loop_dynamic_slice_fusion" in line for line in _thunks(name))
 
 
 def decode_over_two() -> Compiler:
@@ -144,8 +151,9 @@ def main() -> None:
     over_two = decode_over_two()
     compiled |= dict.fromkeys(over_two.results(), over_two)
     for program, compiler in compiled.items():
-        launched, commands, apart = parts(program.name)
-        record = {"name": program.name, "parts": launched, "commands": commands, "apart": apart}
+        launched, commands = parts(program.name)
+        record = {"name": program.name, "parts": launched, "commands": commands}
+        record["apart"] = kernels_of_bundles(program.name)
         if isinstance(program, Decode | DecodeAndSample) and program.kind != "shared_decode":
             record |= {"held": held_bytes(compiler, program), "alias": compiler.result(program).alias_bytes}
         print(json.dumps(record), flush=True)
