@@ -41,7 +41,7 @@ from jpaged.executor.step.bodies import Decode, Mixed, SharedDecode
 from jpaged.executor.step.heads import Sample
 from jpaged.executor.step.kinds import step_programs
 from jpaged.executor.step.one_call import DecodeAndSample
-from jpaged.executor.step.program import Setup
+from jpaged.executor.step.program import Setup, StepProgram
 from jpaged.models import ModelConfig, build
 from jpaged.pallas_kernels import devices
 from jpaged.pallas_kernels.gated_product.hopper_tiling import LEAST_ROWS
@@ -122,7 +122,7 @@ def decode_over_two() -> Compiler:
     return compiler
 
 
-def held_bytes(compiler: Compiler, program: Decode | DecodeAndSample) -> int:
+def held_bytes(compiler: Compiler, program: StepProgram) -> int:
     """Of a device, in the pool, the slot state and the all-reduce's state; and in earlier tokens."""
     names = {"pools", "state", "exchange"}
     held = sum(held.device_bytes for name, held in compiler._held.items() if name in names)
