@@ -2,9 +2,10 @@
 
     python benchmarks/dispatch.py [--json OUT.json]
 
-A step's body reads all weights and is donated the KV pool of each layer. Here both are arrays of eight numbers, so a
-call is little more than what JAX and XLA do for its arguments. The time is that from a call to its return, with a numpy
-array of 32 numbers as the packed input. Copies of such an array to the device and to the host are timed, too.
+A step's body reads all weights, small ones in bundles, and is donated the KV pool of each layer. Here both are arrays
+of eight numbers, so a call is little more than what JAX and XLA do for its arguments. The time is that from a call to
+its return, with a numpy array of 32 numbers as the packed input. Copies of such an array to the device and to the host
+are timed, too.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from jpaged.bench.arguments import HelpFormatter, check_least
 from jpaged.bench.report import write_report
 
 COUNTS = ((1, 0), (115, 0), (226, 0), (1, 28), (115, 28), (226, 28))
-"""Arguments read, and donated. Qwen3-0.6B has 226 weights, 113 of them vectors, and 28 layers."""
+"""Arguments read, and donated. Qwen3-0.6B has 226 weights and 28 layers; its bodies take 115 arrays for the weights."""
 UNTIMED = 50
 """Calls before timing begins."""
 

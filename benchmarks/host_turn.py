@@ -42,7 +42,8 @@ from jpaged.bench.models import CONFIGS, model_directory
 from jpaged.bench.percentiles import summary, table
 from jpaged.bench.report import write_report
 from jpaged.engine.scheduler.scheduler import Scheduler
-from jpaged.executor.step import handle, runner
+from jpaged.executor.step.handle import DispatchedStep
+from jpaged.executor.step.runner import Runner
 from jpaged.frontend.llm_engine import LLMEngine
 
 BODIES = ("decode", "shared_decode", "decode_and_sample", "mixed")
@@ -153,7 +154,7 @@ def take_turn(engine: LLMEngine, batch: int, seed: int, args: argparse.Namespace
         decoding.update(output.request_id for output in engine.step())
     steps: list[Step] = []
     to_go = args.every
-    with timed_parts() as seconds:
+    with timed_parts(engine.startup.runner) as seconds:
         for i in range(UNTIMED + args.steps):
             if args.every and (to_go := to_go - 1) <= 0:
                 add(engine, next(ids), rng, int(rng.integers(1, 2 * args.context)), 4)
@@ -182,11 +183,11 @@ def add(engine: LLMEngine, request_id: str, rng: np.random.Generator, prompt_len
 
 
 @contextmanager
-def timed_parts() -> Iterator[dict[str, float]]:
+def timed_parts(runner: Runner) -> Iterator[dict[str, float]]:
     """Yields the seconds that parts took since it was last cleared, and "mixed": 1 if a mixed body was called."""
     seconds: dict[str, float] = defaultdict(float)
 
-    def timed(owner: type, name: str, part_of: Callable[[tuple], str | None]) -> Any:
+    def timed(owner: Any, name: str, part_of: Callable[[tuple], str | None]) -> Any:
         function = getattr(owner, name)
 
         def call(*args: Any, **options: Any) -> Any:
@@ -199,15 +200,16 @@ def timed_parts() -> Iterator[dict[str, float]]:
         return mock.patch.object(owner, name, call)
 
     def of_program(args: tuple) -> str | None:
-        kind = args[1].kind
+        kind = args[0].kind
         seconds["mixed"] = max(seconds["mixed"], kind == "mixed")
         return PART_OF_PROGRAM.get(kind)
 
     with ExitStack() as patches:
         patches.enter_context(timed(Scheduler, "schedule", lambda _: "schedule"))
         patches.enter_context(timed(Scheduler, "update", lambda _: "update"))
-        patches.enter_context(timed(handle.DispatchedStep, "result", lambda _: "read"))
-        patches.enter_context(timed(runner.Runner, "_run", of_program))
+        patches.enter_context(timed(DispatchedStep, "result", lambda _: "read"))
+        for caller in (runner, runner._changes):
+            patches.enter_context(timed(caller, "_run", of_program))
         yield seconds
 
 

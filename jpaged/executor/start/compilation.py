@@ -150,7 +150,8 @@ class Compiler:
     @property
     def state_bytes(self) -> int:
         """Bytes on one device of what is held there beside weights and pool."""
-        return sum(held.device_bytes for name, held in self._held.items() if name not in ("weights", "head", "pools"))
+        counted = ("weights", "head", "large", "pools")
+        return sum(held.device_bytes for name, held in self._held.items() if name not in counted)
 
     def submit(self, programs: Iterable[StepProgram]) -> None:
         """Begins to compile these."""

@@ -76,7 +76,7 @@ class _Body(StepProgram):
     exchange: given to shards whose sums take the one-shot all-reduce.
     """
 
-    reads = ("weights",)
+    reads = ("large", "small")
 
     def updates(self, setup: Setup) -> tuple[str, ...]:
         is_one_shot = self.product_rows(setup) <= setup.config.one_shot_rows
@@ -92,6 +92,11 @@ class _Body(StepProgram):
         raise NotImplementedError
 
     def body(
+        self, setup: Setup, *, large: Sequence[Array], small: Sequence[Array], **arrays: Any
+    ) -> tuple[dict[str, object], tuple[Any, ...]]:
+        return self.forward(setup, weights=setup.bundles.taken_apart(large, small), **arrays)
+
+    def forward(
         self,
         setup: Setup,
         *,
@@ -103,6 +108,7 @@ class _Body(StepProgram):
         exchange: ExchangeState | None = None,
         expert_tokens: Array | None = None,
     ) -> tuple[dict[str, object], tuple[Any, ...]]:
+        """What `body` does, given the model's weights."""
         host = self.layout(setup).unpack(packed)
         state = state._replace(block_tables=append_blocks(state.block_tables, host["table_updates"]))
         of = self.forward_pass(setup, pools, state, host)

@@ -1,6 +1,7 @@
 """What a runner holds on the device between steps, by the names that programs take it by.
 
     weights   the model's flat tuple                         head      the part of it that `Model.head_logits` reads
+    large     the part of it that bodies take as it is       small     the rest of it, in bundles (`bundles.py`)
     pools     keys and values (`cache/paged.py`)             state     slots, with their block tables (`state.py`)
     sampling  sampling parameters by slot                    full      penalties, masks and counts by slot; there when
     masks     what constrained slots may sample              recurrent states of sequences (`cache/states.py`), if any
@@ -24,12 +25,16 @@ from jpaged.executor.sampling import state as sampling_state
 from jpaged.executor.step.expert_load import counts_shape
 from jpaged.executor.step.program import Setup
 from jpaged.executor.step.state import initial_slot_state
+from jpaged.models import Weights
 from jpaged.models.collectives import ExchangeState
 from jpaged.pallas_kernels import initial_all_reduce_state
 from jpaged.pallas_kernels.all_reduce.inbox import EMPTY
 
 Held = dict[str, Any]
 """Trees of arrays by name."""
+
+WEIGHTS = ("weights", "head", "large", "small")
+"""What weights are held as."""
 
 
 class HeldShapes(NamedTuple):
@@ -58,6 +63,8 @@ def held_shapes(setup: Setup, mesh: DeviceMesh) -> dict[str, HeldShapes]:
     held = {
         "weights": HeldShapes(weights, None),
         "head": HeldShapes(model.head_weights(weights), None),
+        "large": HeldShapes(tuple(weights[index] for index in setup.bundles.alone), None),
+        "small": HeldShapes(setup.bundles.shapes(weights), None),
         "pools": HeldShapes(tuple(mesh.split(pool, cache.pools_spec) for pool in cache.pools), cache.pools_spec),
         "state": HeldShapes(jax.eval_shape(lambda: initial_slot_state(cache)), WHOLE),
         "sampling": HeldShapes(jax.eval_shape(lambda: sampling_state.init_state(config.max_num_seqs)), WHOLE),
@@ -89,8 +96,7 @@ def initial_held(setup: Setup, mesh: DeviceMesh, weights: Sequence[jax.Array], p
     """
     shapes = held_shapes(setup, mesh)
     held: Held = {
-        "weights": tuple(weights),
-        "head": setup.model.head_weights(weights),
+        **held_weights(setup, tuple(weights)),
         "pools": empty_pools(setup, mesh) if pools is None else pools,
         "state": mesh.whole(initial_slot_state(setup.cache)),
         "sampling": mesh.whole(sampling_state.init_state(setup.config.max_num_seqs)),
@@ -107,6 +113,13 @@ def initial_held(setup: Setup, mesh: DeviceMesh, weights: Sequence[jax.Array], p
         state = ExchangeState(mesh.full(inbox, EMPTY), mesh.full(generations, 0))
         held["exchange"] = jax.block_until_ready(state)
     return held
+
+
+def held_weights(setup: Setup, weights: Weights) -> Held:
+    """What weights are held as, by name. The bundles are copies; the rest are these same arrays."""
+    large = tuple(weights[index] for index in setup.bundles.alone)
+    values = weights, setup.model.head_weights(weights), large, setup.bundles.bundled(weights)
+    return dict(zip(WEIGHTS, values, strict=True))
 
 
 def empty_pools(setup: Setup, mesh: DeviceMesh) -> Pools:

@@ -29,7 +29,7 @@ class DecodeAndSample(StepProgram):
     variant: SamplingVariant
 
     kind = "decode_and_sample"
-    reads = ("weights", "sampling")
+    reads = (*Decode.reads, "sampling")
     consumes = Sample.consumes
 
     @classmethod
@@ -63,13 +63,15 @@ class DecodeAndSample(StepProgram):
         self,
         setup: Setup,
         *,
-        weights: Sequence[Array],
+        large: Sequence[Array],
+        small: Sequence[Array],
         sampling: SamplingState,
         earlier: Int[Array, "words rows"],
         **arrays: Any,
     ) -> tuple[dict[str, object], SampleResult]:
         """arrays: what the body takes beside the weights. earlier: as of `Sample`."""
-        updated, (hidden, rows) = self._body.body(setup, weights=weights, **arrays)
+        weights = setup.bundles.taken_apart(large, small)
+        updated, (hidden, rows) = self._body.forward(setup, weights=weights, **arrays)
         # The head reads what the body has left in memory, as `Sample` does. Without the barrier XLA fuses it with the
         # norm before it, which rounds hidden states less, so tokens could differ; and it copies slots before their
         # update.

@@ -41,6 +41,7 @@ from jpaged.executor.cache.virtual.layout import VirtualCache
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.mesh import WHOLE, Specs
 from jpaged.executor.sampling import sampler
+from jpaged.executor.step.bundles import Bundles
 from jpaged.executor.step.packing import PackedLayout
 from jpaged.models import Model
 
@@ -54,12 +55,14 @@ class Setup:
 
     model: what each device of the mesh runs (`DeviceMesh.shard_of`).
     cache: where its layers keep keys and values. states: where recurrent ones keep theirs; false without any.
+    bundles: which of its weights bodies take together.
     """
 
     model: Model
     config: ExecutorConfig
     cache: PagedCache
     states: StateSlots
+    bundles: Bundles
 
     @staticmethod
     def of(model: Model, config: ExecutorConfig) -> "Setup":
@@ -67,7 +70,7 @@ class Setup:
         if config.geometry is not None and config.contiguous_backend is not None:
             layout = ContiguousCache
         spec = cache_spec(model, config.kv_scales)
-        return Setup(model, config, layout(token_layers(spec), config), StateSlots(spec, config))
+        return Setup(model, config, layout(token_layers(spec), config), StateSlots(spec, config), Bundles(model))
 
     def program_variant(self, variant: SamplingVariant) -> SamplingVariant:
         """The variant whose program draws for `variant` (`sampler.program_variant`)."""

@@ -51,7 +51,7 @@ from jpaged.executor.step.heads import (
     WidenTokens,
     sampled_words,
 )
-from jpaged.executor.step.held import Held
+from jpaged.executor.step.held import WEIGHTS, Held, held_weights
 from jpaged.executor.step.one_call import DecodeAndSample
 from jpaged.executor.step.plan_changes import PlanChanges
 from jpaged.executor.step.program import PACKED, Setup, StepProgram
@@ -173,7 +173,7 @@ class Runner:
             self._delete("pools")
         self._delete("recurrent")
         if level == 2:
-            self._delete("weights", "head")
+            self._delete(*WEIGHTS)
 
     def wake_up(
         self, num_blocks: int, pools: Pools | None, states: States, weights: tuple[jax.Array, ...] | None
@@ -191,7 +191,7 @@ class Runner:
         if states:
             self._held["recurrent"] = states
         if weights is not None:
-            self._held |= {"weights": weights, "head": self._setup.model.head_weights(weights)}
+            self._held |= held_weights(self._setup, weights)
 
     def update_weights(self, change: Callable[[Weights], Weights], start: Weights | None = None) -> None:
         """Lets `change` make the weights anew, which it may donate. Steps that were dispatched had the old ones.
@@ -202,7 +202,7 @@ class Runner:
         assert old is not None
         with self._dispatch:
             weights = change(old)
-        self._held |= {"weights": weights, "head": self._setup.model.head_weights(weights)}
+        self._held |= held_weights(self._setup, weights)
 
     @property
     def weights(self) -> Weights | None:

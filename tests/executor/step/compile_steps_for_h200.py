@@ -1,12 +1,13 @@
 """Compiles the step programs of a small model for an H200 and prints one JSON line a program: its parts.
 
-    {"name": "decode_64", "parts": {"kCommandBuffer": 1}, "commands": 12, "held": 33685516, "alias": 33685516}
+    {"name": "decode_64", "parts": {"kCommandBuffer": 1}, "commands": 12, "apart": 1, "held": 336855, "alias": 336855}
 
 `held` bytes of a device are in what a decode program is donated, `alias` of them it updates in place. decode_16,
 sample_16_0 and decode_and_sample_16_0 are of the same model over two GPUs, whose bodies have the one-shot all-reduce.
 
-A part is what the host launches; a command buffer is a CUDA graph of `commands` kernels and copies. XLA says so in the
-dump of its "thunks", the launches that a compiled program consists of.
+A part is what the host launches; a command buffer is a CUDA graph of `commands` kernels and copies, of which `apart`
+take bundles of weights apart (`bundles.py`). XLA says so in the dump of its "thunks", the launches that a compiled
+program consists of.
 
     python tests/executor/step/compile_steps_for_h200.py DIRECTORY [all]        DIRECTORY: for the dump
 
@@ -40,7 +41,7 @@ from jpaged.executor.step.bodies import Decode, Mixed, SharedDecode
 from jpaged.executor.step.heads import Sample
 from jpaged.executor.step.kinds import step_programs
 from jpaged.executor.step.one_call import DecodeAndSample
-from jpaged.executor.step.program import Setup
+from jpaged.executor.step.program import Setup, StepProgram
 from jpaged.models import ModelConfig, build
 from jpaged.pallas_kernels import devices
 from jpaged.pallas_kernels.gated_product.hopper_tiling import LEAST_ROWS
@@ -86,14 +87,26 @@ class H200(DeviceMesh):
         return jax.jit(function, in_shardings=whole, out_shardings=whole, donate_argnums=donate)
 
 
-def parts(name: str) -> tuple[Counter[str], int]:
-    """What a program that was compiled consists of, and how many of its kernels and copies are inside CUDA graphs."""
+def _thunks(name: str) -> list[str]:
+    """The dump of the program that was compiled last under this name. Lines of what is in CUDA graphs are indented."""
     dump = Path(sys.argv[1])
     names = (f"*.jit_{name}.thunk_sequence{when}.txt" for when in ("_after_thunk_passes", ""))
-    file = next(file for pattern in names for file in dump.glob(pattern))  # the first only where they change anything
-    lines = file.read_text().splitlines()
+    # Those after the passes are only there where these change anything.
+    files = next(files for pattern in names if (files := list(dump.glob(pattern))))
+    file = max(files, key=lambda file: file.stat().st_mtime_ns)
+    return file.read_text().splitlines()
+
+
+def parts(name: str) -> tuple[Counter[str], int]:
+    """What a program that was compiled consists of, and how many of its kernels and copies are inside CUDA graphs."""
+    lines = _thunks(name)
     of_host = [match[1] for line in lines if (match := re.match(r"\d+: (\w+)", line))]
     return Counter(of_host), sum(line.startswith(" ") for line in lines)
+
+
+def kernels_of_bundles(name: str) -> int:
+    """How many kernels of a program that was compiled take bundles apart."""
+    return sum("loop_dynamic_slice_fusion" in line for line in _thunks(name))
 
 
 def decode_over_two() -> Compiler:
@@ -109,16 +122,21 @@ def decode_over_two() -> Compiler:
     return compiler
 
 
-def held_bytes(compiler: Compiler, program: Decode | DecodeAndSample) -> int:
+def held_bytes(compiler: Compiler, program: StepProgram) -> int:
     """Of a device, in the pool, the slot state and the all-reduce's state; and in earlier tokens."""
     names = {"pools", "state", "exchange"}
     held = sum(held.device_bytes for name, held in compiler._held.items() if name in names)
     return held + sum(4 * given.size for given in program.inputs(compiler.setup).values())
 
 
-def main() -> None:
+def on_hopper() -> None:
+    """Has programs of this process compiled for the device that is not there."""
     jax.default_backend = lambda: "gpu"  # what decides which options XLA gets ...
     devices.default_device = lambda: devices.Device("gpu", (9, 0))  # ... and which kernels are chosen
+
+
+def main() -> None:
+    on_hopper()
     mesh = H200()
     model = build(ModelConfig.from_dict(MODEL), "auto")
     compiler = Compiler(Setup.of(model, CONFIG), mesh)
@@ -135,6 +153,7 @@ def main() -> None:
     for program, compiler in compiled.items():
         launched, commands = parts(program.name)
         record = {"name": program.name, "parts": launched, "commands": commands}
+        record["apart"] = kernels_of_bundles(program.name)
         if isinstance(program, Decode | DecodeAndSample) and program.kind != "shared_decode":
             record |= {"held": held_bytes(compiler, program), "alias": compiler.result(program).alias_bytes}
         print(json.dumps(record), flush=True)

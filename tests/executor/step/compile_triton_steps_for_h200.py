@@ -72,7 +72,9 @@ def main() -> None:
             file = next(Path(sys.argv[1]).glob(f"*.jit_{program.name}.sm_*gpu_after_optimizations.txt"))
             hlo = file.read_text()
             record = {"name": program.name, "parts": launched, "commands": commands}
-            record |= {"held": held_bytes(compiler), "alias": compiler.result(program).alias_bytes}
+            record["alias"] = compiler.result(program).alias_bytes
+            if not isinstance(program, Sample):
+                record["held"] = held_bytes(compiler, program)
             record |= {"ffi": hlo.count('custom_call_target="triton_kernel_call'), "native": native_calls(hlo)}
             print(json.dumps(record), flush=True)
 

@@ -34,6 +34,7 @@ def test_every_program_of_a_step_is_one_cuda_graph_on_an_h200(tmp_path):
         assert program["parts"] == {"kCommandBuffer": 1}, name
         # Of three layers: two norms, QKV, RoPE and write, attention, output, gate-up and down each.
         assert program["commands"] > (4 if name in heads else 3 * 7), name
+        assert program["apart"] == (name not in heads), name  # the seven norms by one kernel
     assert programs[smaller]["commands"] - programs[larger]["commands"] == 3  # the activation of each layer
     for variant in (0, 2):
         both = programs["decode_64"]["commands"] + programs[f"sample_64_{variant}"]["commands"]

@@ -23,7 +23,7 @@ from jpaged.executor.step.blocks import CopyBlocks, GatherBlocks, ScatterBlocks
 from jpaged.executor.step.bodies import Decode, Mixed
 from jpaged.executor.step.changes import Update
 from jpaged.executor.step.compiled import CompiledProgram
-from jpaged.executor.step.held import initial_held
+from jpaged.executor.step.held import held_shapes, initial_held
 from jpaged.executor.step.kinds import KINDS, step_programs
 from jpaged.executor.step.packing import Field, PackedLayout
 from jpaged.executor.step.program import Setup, Signature, StepProgram
@@ -377,7 +377,8 @@ def test_bodies_of_many_rows_have_the_kernel_of_gate_and_up_unless_the_backend_i
 
     def kernels(program: StepProgram) -> int:
         packed = jax.ShapeDtypeStruct((program.layout(setup).size,), jnp.int32)
-        arrays = {"weights": model.abstract_weights, "pools": setup.cache.pools, "state": state, "packed": packed}
+        weights = {name: held_shapes(setup, MESH)[name].shapes for name in ("large", "small")}
+        arrays = weights | {"pools": setup.cache.pools, "state": state, "packed": packed}
         return str(jax.make_jaxpr(lambda arrays: program.body(setup, **arrays))(arrays)).count("name=gated_product")
 
     assert not kernels(Decode(4))
