@@ -13,7 +13,7 @@ PARALLEL := -n auto --dist loadgroup --no-loadscope-reorder
 help:
 	@echo "make demo   install into $(VENV) and tell a story with the embedded model"
 	@echo "make chat   talk to the embedded model"
-	@echo "make test   install what the tests need and run them, with lint and types; ARGS=... are pytest's"
+	@echo "make test   install what the tests need and run them, with lint and types; ARGS=... are passed to pytest"
 	@echo "make test-fast   the tests of control plane, protocol, text and API, which compile nothing"
 	@echo "make drills   what takes long or needs GPUs, each with its target: whole servers and shards under kills and load"
 	@echo "make test-ray   the tests that need Ray, which this installs"

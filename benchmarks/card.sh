@@ -49,7 +49,7 @@
 #     move-blocks              40  copies, gathers and scatters of blocks: the GPU tests, and the copy's rate
 #     families                100  tiny models of every family: the same tokens in all cache layouts
 #     rollouts                110  8B beside a trainer: new weights, sleep, streams kept
-#     rollouts-process        100  8B in a process of its own: new weights by part of an update, after a GPU test of them
+#     rollouts-process        100  8B in a process of its own: new weights, part by part, after their GPU test
 #     shared-device            60  8B and a trainer that take turns on the device
 #     grpo                     80  ten steps of GRPO on the embedded model (examples/teach_stories), part by part
 #     tunix                   120  rollouts of 0.6B beside Tunix' own sampler (google-tunix)

@@ -123,10 +123,10 @@ PANELS: list[tuple[str, list[tuple[str, str, str, Targets]]]] = [  # rows of (ti
             ),
             (
                 "Preemptions",
-                "ops",
-                "Requests that gave up their blocks to others, a second; and how often a request did, in the mean.",
+                "short",
+                "How often requests gave up their blocks to others: a second, and on average in the life of one.",
                 [
-                    (rate("num_preemptions_total"), "preemptions"),
+                    (rate("num_preemptions_total"), "a second"),
                     (mean("request_num_preemptions")[0], "of a request"),
                 ],
             ),

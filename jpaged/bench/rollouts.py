@@ -11,12 +11,15 @@ engine's --gpu-memory-utilization.
 Greedy tokens are compared: those of the first weights must come back with these weights, and after each sleep.
 
 --engine-process measures updates of an engine in a process of its own instead. The arrays come from this process,
-which has them on the same device. Each figure says which way they went, and has the parts of an update:
+which has them on the same device. Updates come without and with a copy to keep for a process that is started again.
+Each figure says which way the arrays went ("on the device", "through the host"), and has the parts of an update:
 
-  ready      until the arrays are computed, which they are here
-  copy       to host memory: where they cannot stay on the device, or for a process that is started again
-  export     of the device's memory; open: in the engine process, of that or of the host's; close: of it
-  write      into the engine's parameters
+  ready      this process waits until the arrays are computed, which they are here
+  copy       it copies them to host memory, to keep or because they cannot go on the device
+  export     it exports their device memory
+  open       the engine process maps the device memory, or the host's
+  write      it copies the arrays into its parameters
+  close      it unmaps the memory
 """
 
 import argparse
@@ -295,19 +298,19 @@ async def _measure_process(args: argparse.Namespace) -> tuple[list[dict[str, Any
                 with _timed(seconds):
                     await engine.update_weights(named, keep=keep)
                 parts.append(engine.update_seconds)
-            if not keep:
+            if not keep:  # else there is a copy whichever way they went
                 way = "through the host" if "copy" in parts[-1] else "on the device"
-            bytes_ = sum(array.nbytes for array in named.values())
+            num_bytes = sum(array.nbytes for array in named.values())
             figure = {
                 "part": "update of an engine in another process" + (", with a copy to keep" if keep else ""),
                 "way": way,
                 "arrays": len(named),
-                "bytes": bytes_,
+                "bytes": num_bytes,
                 "rounds": len(seconds) - 1,
                 **_spread(seconds[1:]),
                 "first_ms": 1000 * seconds[0],
                 **{f"{part}_ms": 1000 * statistics.median(one[part] for one in parts[1:]) for part in parts[-1]},
-                "gib_per_s": bytes_ / 2**30 / statistics.median(seconds[1:]),
+                "gib_per_s": num_bytes / 2**30 / statistics.median(seconds[1:]),
             }
             print(_line(figure), flush=True)
             figures.append(figure)

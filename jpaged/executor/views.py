@@ -1,4 +1,4 @@
-"""Arrays of JAX over memory that somebody else has: addresses of a device, handed to JAX through DLPack, not copied."""
+"""Arrays of JAX over memory that JAX has not allocated: addresses of a device, through DLPack, without a copy."""
 
 import ctypes
 from typing import Any
@@ -79,9 +79,9 @@ class _Export:
 
 
 def view(address: int, shape: tuple[int, ...], dtype: np.dtype[Any], device: jax.Device) -> jax.Array:
-    """The array whose first number is at `address` of a GPU, or of this process where the device is a CPU, in C order.
-    Nobody frees what is below it with the array: whoever has it must have it until no program reads the array any more.
+    """An array of memory that begins at `address`, in C order. The array does not own the memory, which must stay until
+    no program reads the array any more.
 
-    dtype: one of `CODES`.
+    address: of the GPU, or of this process where the device is a CPU. dtype: one of `CODES`.
     """
     return jax.dlpack.from_dlpack(_Export(address, shape, dtype, device), copy=False)

@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any
 
 Exported = bytes | int
-"""A handle of CUDA IPC, or a descriptor of this process, which whoever has it closes."""
+"""A handle of CUDA IPC, or a file descriptor of this process, which its holder closes."""
 
 _HANDLE_BYTES, _UUID_BYTES = 64, 16
 
@@ -28,7 +28,7 @@ _IN_DEVICE, _READ = 1, 1  # CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PRO
 
 
 class MemoryNotSharedError(Exception):
-    """Device memory cannot be had in another process; the message says why. Nothing was changed."""
+    """Another process cannot use this device memory; the message says why. Nothing was changed."""
 
 
 class _Handle(ctypes.Structure):
@@ -40,7 +40,7 @@ class _Access(ctypes.Structure):
 
 
 class SharedMemoryDevice:
-    """The calls for one GPU, in the context that JAX uses: it must have touched the device before. From any thread.
+    """The calls for one GPU, in the context that JAX uses there; JAX must have used the GPU before. From any thread.
 
     Args:
         cuda: the driver's library.
@@ -70,8 +70,9 @@ class SharedMemoryDevice:
         return base.value, size.value
 
     def export(self, base: int) -> Exported:
-        """The allocation that begins at `base`, for other processes. Memory of a pool has no export, nor has that which
-        was created without a type of handle."""
+        """The allocation that begins at `base`, for other processes. Memory of a pool cannot be exported, nor can
+        memory that was created without a type of handle.
+        """
         with self._current():
             memory = ctypes.c_uint64()
             if self._code("cuMemRetainAllocationHandle", ctypes.byref(memory), ctypes.c_void_p(base)):
@@ -101,7 +102,7 @@ class SharedMemoryDevice:
         return base
 
     def close(self, base: int) -> None:
-        """Unmaps it. No program may be reading it."""
+        """Unmaps what `open` has mapped at `base`. No program may be reading it."""
         with self._current():
             self._mapped.pop(base).close()
 

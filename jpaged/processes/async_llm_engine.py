@@ -42,12 +42,12 @@ from jpaged.frontend.reranking import Reranker
 from jpaged.host.hub import model_directory
 from jpaged.processes import wire
 from jpaged.processes.fleet import SHUTDOWN_S, Answers, Fleet, raise_refusal
+from jpaged.processes.kept_weights import KeptWeights
 from jpaged.processes.launch import EngineProcesses, Link
 from jpaged.processes.links import AsyncLink
 from jpaged.processes.pool_view import PoolView
 from jpaged.processes.request_record import RequestRecord
 from jpaged.processes.request_stream import RequestStream
-from jpaged.processes.shared_weights import SharedWeights
 from jpaged.processes.tokenizing import AsyncTokenizer
 from jpaged.processes.weight_delivery import WeightDelivery
 from jpaged.text.tokenizer import Tokenizer
@@ -141,8 +141,7 @@ class AsyncLLMEngine:
         self._inputs: InputProcessor | None = None
         self._is_paused = False
         self._update: asyncio.Future[None] | None = None  # of weights, whether or not somebody waits for it
-        self._given: list[SharedWeights] = []  # what `update_weights` has brought, for processes started again
-        self._not_kept: frozenset[str] = frozenset()  # names of what it has brought since, and nobody can bring again
+        self._kept = KeptWeights()
         self.update_seconds: dict[str, float] = {}
         self._tokenizing = AsyncTokenizer(self.tokenizer)
 
@@ -407,16 +406,16 @@ class AsyncLLMEngine:
         in_flight: InFlight = "recompute",
         keep: bool = True,
     ) -> None:
-        """As `LLMEngine.update_weights`, on every replica. Arrays on a GPU that an engine process sees are read there;
-        others go through the host, in memory that the engine processes map. This process keeps a copy in such memory,
-        so that an engine process that ends and is started again has the weights that it was given, not the
-        checkpoint's, before it goes on with its requests.
+        """As `LLMEngine.update_weights`, on every replica. Engine processes that see the GPUs of all arrays read them
+        there; otherwise all go through the host, in memory that the engine processes map. This process keeps a copy in
+        such memory, so that an engine process that ends and is started again has the weights that it was given, not
+        the checkpoint's, before it goes on with its requests.
 
         Args:
             weights: a mapping, nested or flat, from names to arrays, such as an `nnx.State`.
             partial, in_flight: as there.
-            keep: keep that copy. Without it, an engine process that ends is not started again, until all that was not
-                kept has been given once more. Nothing is kept with `max_restarts=0`.
+            keep: whether to keep that copy; with `max_restarts=0` none is kept. Without it, an engine process that ends
+                is not started again, until calls with `keep=True` have brought new values for all of these arrays.
         Raises:
             InvalidParameterError: as there; all replicas go on with the weights that they have.
             OutOfMemoryError: as there; all replicas sleep on, without weights.
@@ -436,8 +435,8 @@ class AsyncLLMEngine:
             )
         if self.is_restarting:
             raise EngineRestartingError("An engine process is being started again; it takes weights when it serves.")
-        # Who stops waiting does not undo it: processes that have the message take the weights, and all must.
         keep = keep and self._may_restart
+        # Who stops waiting does not undo it: processes that have the message take the weights, and all must.
         self._update = asyncio.ensure_future(self._replace_weights(weights, partial, in_flight, keep))
         await asyncio.shield(self._update)
 
@@ -447,7 +446,10 @@ class AsyncLLMEngine:
         delivery = await self.in_thread(lambda: WeightDelivery(weights, partial, in_flight, keep))
         try:
             takers = await self._deliver(delivery)
-            self._remember(delivery, partial, keep)
+            if self._may_restart:
+                self._kept.add(delivery.names, delivery.take_copy() if keep else None, partial=partial)
+                if self._fleet.keeper is not None:
+                    self._fleet.keeper.why_not_again = _NOT_KEPT if self._kept.missing else ""
         finally:
             delivery.close()
         for replica in self._requests.serving():
@@ -455,7 +457,7 @@ class AsyncLLMEngine:
                 self._restore(replica)
 
     async def _deliver(self, delivery: WeightDelivery) -> list[AsyncLink]:
-        """Returns those that took the weights. Raises the refusal of one that did not; then none has them."""
+        """Returns the replicas that took the weights. If one refuses them, none has them, and its refusal is raised."""
         self._requests.router.forget_prefixes()
         answers = await self._fleet.ask_each(await self.in_thread(delivery.first))
         unreachable = {one: answer for one, answer in answers.items() if isinstance(answer, wire.Unreachable)}
@@ -474,28 +476,11 @@ class AsyncLLMEngine:
         if takers:
             return takers
         what = "The engine process ended while it took the weights"
-        if self._not_kept:
+        if self._kept.missing:
             raise EngineDeadError(f"{what}; {_NOT_KEPT}.")
         raise EngineRestartingError(  # those that take its place are given what they had
             f"{what}; the next one goes on with those that it had. The log says how it ended."
         )
-
-    def _remember(self, delivery: WeightDelivery, partial: bool, keep: bool) -> None:
-        """Has processes that are started again get the weights that were delivered; not with `keep` False."""
-        if not self._may_restart:
-            return
-        replaced = [one for one in self._given if not partial or one.names <= delivery.names]
-        self._given = [one for one in self._given if one not in replaced]
-        for one in replaced:
-            one.close()
-        before = self._not_kept if partial else frozenset()
-        if keep:
-            self._given.append(delivery.take_copy())
-            self._not_kept = before - delivery.names
-        else:
-            self._not_kept = before | delivery.names
-        if self._fleet.keeper is not None:
-            self._fleet.keeper.why_not_again = _NOT_KEPT if self._not_kept else ""
 
     async def _take_back(self, takers: Sequence[AsyncLink]) -> None:
         """Has no replica keep weights that another one refused. Those that slept at level 2 do so again; the processes
@@ -539,8 +524,7 @@ class AsyncLLMEngine:
     async def shutdown(self) -> None:
         """Ends all requests, and the engine processes if this process started them. A second call does nothing."""
         await self._fleet.shutdown()
-        for shared in self._given:
-            shared.close()
+        self._kept.close()
         for observer in self.observers:
             await asyncio.to_thread(observer.close)
         self._tokenizing.close()
@@ -565,13 +549,11 @@ class AsyncLLMEngine:
 
     def _restore(self, replica: AsyncLink) -> None:
         """Gives a new process what `update_weights` and `pause` had made of the one before it. It does so before it
-        reads the requests that are added after this. Ends it if that cannot be had any more."""
-        if self._not_kept:
+        reads the requests that are added after this. If weights are missing, it ends the process."""
+        if self._kept.missing:
             self._fleet.replace(replica, f"It cannot have the weights of the one before it: {_NOT_KEPT}")
             return
-        questions: list[wire.Question] = [
-            wire.UpdateWeights(one.path, one.arrays, True, "recompute") for one in self._given
-        ]
+        questions: list[wire.Question] = [*self._kept.questions()]
         if self._is_paused:
             questions.append(wire.SetPaused(True))
         for question in questions:

@@ -1,4 +1,4 @@
-"""Descriptors that this process hands to others which ask for them, at an address that goes in a message.
+"""Passes file descriptors to other processes, which fetch them at an address that they get in a message.
 
     DescriptorServer(fds).address --in a message--> take_descriptors(address): copies of them, by SCM_RIGHTS
 
@@ -16,7 +16,7 @@ _AT_ONCE = 128
 """Descriptors in one packet; Linux takes up to 253."""
 
 _TIMEOUT_S = 10.0
-"""For who asks and who is asked: both are there, and have nothing to wait for."""
+"""Of a socket's call, on both sides. Neither has anything to wait for, so it is reached only if one hangs."""
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
@@ -38,7 +38,7 @@ class DescriptorServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Hands out nothing any more: then the descriptors may be closed. The second time it does nothing."""
+        """Stops handing them out; then the descriptors may be closed. A second call does nothing."""
         if self._thread.is_alive():
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
             self._thread.join()

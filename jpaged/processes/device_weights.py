@@ -1,4 +1,4 @@
-"""Weights on their way to engine processes of the same GPU: they stay there, and others are told where.
+"""Weights on their way to engine processes of the same GPU: they stay there, and the processes are told where.
 
 this process      arrays of JAX --in--> allocations --exported--> mapped by engine processes
                                                                   |
@@ -19,8 +19,8 @@ _TYPES = ("bfloat16", "float16", "float32")
 
 
 class DeviceWeights:
-    """Where arrays are in device memory that other processes may map. Their memory stays theirs until `close`, even if
-    somebody deletes them.
+    """Where arrays are in device memory that other processes may map. The memory is not freed before `close`, even if
+    the arrays are deleted or donated.
 
     weights: names to arrays of JAX, nested or flat, as `flat_weights` takes them. Waits until they are computed.
 
@@ -93,7 +93,7 @@ def _on_one_device(name: str, array: Any) -> Any:
         layout, memory = array.format.layout, array.sharding.memory_kind
     except Exception as error:  # JAX has several, for one that was deleted, is traced, or lies on other hosts
         raise MemoryNotSharedError(f"{name!r} cannot be had: {error}") from error
-    shared_memory_device(array.device)  # there is one
+    shared_memory_device(array.device)  # raises where processes cannot share the device's memory
     if not is_whole:
         raise MemoryNotSharedError(f"{name!r} is split over devices")
     if str(array.dtype) not in _TYPES:

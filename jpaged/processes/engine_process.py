@@ -218,7 +218,7 @@ class EngineProcess:
         change = engine.pin_prefix if isinstance(question, wire.PinPrefix) else engine.unpin_prefix
         return wire.Changed(int(change(tokens, question.cache_salt)), engine.request_limits())
 
-    def _update_weights(self, question: wire.UpdateWeights | wire.UpdateWeightsOnDevice) -> wire.Reply:
+    def _update_weights(self, question: _NewWeights) -> wire.Reply:
         begun = time.perf_counter()
         with ExitStack() as stack:
             if isinstance(question, wire.UpdateWeights):

@@ -247,7 +247,7 @@ class Fleet:
             self.keeper.serves(replica.index, replica.ready.startup_s)
         self._keep_to_least()
         self._begins_again(replica)
-        if not replica.lost:  # else it was found to be of no use
+        if not replica.lost:  # as one is that cannot have the weights of the one before it
             self.requests.hand_on(replica)
 
     def _keep_to_least(self) -> None:

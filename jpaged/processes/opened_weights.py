@@ -1,4 +1,4 @@
-"""Weights that lie in another process's device memory, as arrays of this process: `device_weights.py` sends them."""
+"""Weights in another process's device memory, as arrays of this process; `device_weights.py` is the sender's side."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ log = logging.getLogger("jpaged.engine")
 
 @contextmanager
 def opened(message: UpdateWeightsOnDevice) -> Iterator[dict[str, jax.Array]]:
-    """The arrays by name, for as long as the block lasts: then they are deleted, when the devices have read them.
+    """The arrays by name. At the end of the block they are deleted, once the devices have read them.
 
     Raises:
         MemoryNotSharedError: this process does not see their device, or cannot open their memory.
@@ -42,7 +42,7 @@ def opened(message: UpdateWeightsOnDevice) -> Iterator[dict[str, jax.Array]]:
 
 
 def _by_uuid() -> dict[bytes, tuple[jax.Device, SharedMemoryDevice]]:
-    """The devices of this process that can open memory. Ordinals are no names: each process counts those it sees."""
+    """The devices of this process that can open memory. By UUID, since ordinals count only what a process sees."""
     found = {}
     for device in jax.local_devices():
         with suppress(MemoryNotSharedError):

@@ -297,8 +297,8 @@ class ReplicatedEngine(RequestIntake):
         self._change(wire.SetPaused(False))
 
     def update_weights(self, weights: Any, *, partial: bool = False, in_flight: InFlight = "recompute") -> None:
-        """As `LLMEngine.update_weights`, on every replica. Arrays on a GPU that a replica sees are read there; others
-        go through the host, in memory that the replicas share.
+        """As `LLMEngine.update_weights`, on every replica. A replica that sees the GPUs of all arrays reads them
+        there; otherwise all go through the host, in memory that the replicas share.
 
         weights: a mapping, nested or flat, from names to arrays, such as an `nnx.State`.
 

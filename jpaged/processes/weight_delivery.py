@@ -22,13 +22,13 @@ log = logging.getLogger("jpaged.engine")
 class WeightDelivery:
     """The arrays of one call of `update_weights`, and their ways.
 
-    weights, partial, in_flight: as of `LLMEngine.update_weights`, a mapping. keep: a copy in host memory is made in any
-        case, for `take_copy`.
+    weights, partial, in_flight: as of `LLMEngine.update_weights`, a mapping.
+    keep: make a copy in host memory even where the weights go on the device, for `take_copy`.
 
     Attributes:
         names: of the arrays.
-        seconds: that parts of it took: "copy" to host memory; as `DeviceWeights.seconds`; and of the slowest engine
-            process, "open", "write" and "close".
+        seconds: of each part so far: "copy" to host memory; "ready" and "export" of `DeviceWeights`; and "open",
+            "write" and "close" of the slowest engine process.
 
     Raises:
         InvalidParameterError: as `flat_weights` and `SharedWeights`.
@@ -50,7 +50,7 @@ class WeightDelivery:
             log.info("weights go through host memory: %s", error)
 
     def first(self) -> wire.UpdateWeights | wire.UpdateWeightsOnDevice:
-        """What each engine process is asked."""
+        """The question for every engine process."""
         if self._on_device is None:
             return self._through_host()
         found = self._on_device
@@ -59,12 +59,12 @@ class WeightDelivery:
         )
 
     def again(self, unreachable: wire.Unreachable) -> wire.UpdateWeights:
-        """What those are asked then that cannot have the memory."""
+        """The question for engine processes that have answered `Unreachable`."""
         log.info("weights go through host memory: an engine process cannot have them: %s", unreachable.reason)
         return self._through_host()
 
     def count(self, answers: Iterable[wire.Reply | wire.Error | None]) -> None:
-        """Takes the seconds of the engine processes."""
+        """Adds the seconds of the engine processes to `seconds`."""
         for answer in answers:
             if isinstance(answer, wire.Changed):
                 for part, seconds in answer.seconds.items():

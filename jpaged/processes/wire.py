@@ -229,7 +229,9 @@ class UpdateWeights(_Message):
 
 
 class Allocation(_Message):
-    """Device memory that processes share. device: its UUID. handle: of CUDA IPC; None: the next descriptor is its."""
+    """Device memory that processes share. device: its UUID. handle: of CUDA IPC; None where a descriptor stands for it:
+    the next one of the message's.
+    """
 
     device: bytes
     num_bytes: int
@@ -237,8 +239,8 @@ class Allocation(_Message):
 
 
 class DeviceArray(_Message):
-    """An array in device memory, in C order. dtype: its name. allocation: its index in the message. offset: in that, in
-    bytes.
+    """An array in device memory, in C order. dtype: its name. allocation: the index of the message's that it lies in.
+    offset: in that allocation, in bytes.
     """
 
     name: str
@@ -249,8 +251,8 @@ class DeviceArray(_Message):
 
 
 class UpdateWeightsOnDevice(_Message):
-    """Answered as UpdateWeights; or by Unreachable. The arrays stay where they are until the answer. descriptors: where
-    those of allocations are handed out, in their order.
+    """Answered as UpdateWeights; or by Unreachable. The arrays stay where they are until the answer. descriptors: the
+    address at which `take_descriptors` gets those of allocations, in their order.
     """
 
     descriptors: str
@@ -486,7 +488,7 @@ class Changed(_Message):
 
 
 class Unreachable(_Message):
-    """The engine process cannot have the memory that it was sent to, and has changed nothing."""
+    """The engine process cannot map the device memory that a message names, and has changed nothing."""
 
     reason: str
 

@@ -59,7 +59,8 @@ class AnswerContext:
 
     request_id: as the client sees it. model: its name, as the client gave it. prompts: as they went to the engine.
     tokenizer: None without text. reading: of a chat whose text is not all content.
-    sampling: how its tokens are drawn; None for a search. skips_special_tokens: whether its text leaves them out.
+    sampling: how its tokens are drawn; None for a search. skips_special_tokens: whether its text leaves special tokens
+    out.
     """
 
     request_id: str
@@ -71,7 +72,7 @@ class AnswerContext:
     skips_special_tokens: bool = True
 
     def reasoning_tokens(self) -> ReasoningTokens:
-        """A count of the tokens of a choice's reasoning, for an answer to one prompt."""
+        """A new count for a choice of an answer to one prompt."""
         prompt = self.prompts[0].prompt_token_ids
         return ReasoningTokens(self.tokenizer, prompt, skips_special_tokens=self.skips_special_tokens)
 
@@ -415,12 +416,12 @@ def _final_text(request: ChatCompletionRequest) -> str:
 
 
 def news_of(completion: CompletionOutput, parser: TurnParser, reasoning: ReasoningTokens | None = None) -> TurnDelta:
-    """What is new in a choice, as its parser reads it. reasoning: counts its tokens there."""
+    """What is new in a choice, as its parser reads it. reasoning: where the tokens of its reasoning are counted."""
     ended = completion.finish_reason is not None
     cut = ended and is_cut(completion)
-    if reasoning is not None and parser.may_reason:
-        stop_token = ended and not cut
-        reasoning.add(completion.token_ids[:-1] if stop_token else completion.token_ids, ended=ended)
+    if reasoning is not None and parser.may_reason:  # else all of it is counted, and need not be decoded again
+        has_stop_token = ended and not cut
+        reasoning.add(completion.token_ids[:-1] if has_stop_token else completion.token_ids, ended=ended)
     delta = parser.feed(completion.text, final=ended, cut=cut)
     if reasoning is not None:
         reasoning.settle(parser, ended=ended)

@@ -181,9 +181,13 @@ def response_line(
     prompts = [ProcessedInput(output.prompt, output.prompt_token_ids, ()) for output in outputs]
     kind = "chatcmpl" if isinstance(body, ChatCompletionRequest) else "cmpl"
     assert not isinstance(request.params, PoolingParams)  # which are of embeddings
-    skips = request.params.skip_special_tokens
     context = AnswerContext(
-        f"{kind}-{name}", body.model or model, prompts, tokenizer, request.reading, skips_special_tokens=skips
+        f"{kind}-{name}",
+        body.model or model,
+        prompts,
+        tokenizer,
+        request.reading,
+        skips_special_tokens=request.params.skip_special_tokens,
     )
     answer = answer_to(body, context)
     return _line(request.custom_id, 200, answer.whole(outputs))

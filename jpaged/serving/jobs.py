@@ -307,8 +307,15 @@ class JobMaker:
         request_id = f"{kind}-{body.request_id or own_id}"
         model, tokenizer = self._options.served_model_names[0], self._engine.tokenizer
         sampling = params if isinstance(params, SamplingParams) else None
-        skips = params.skip_special_tokens
-        context = AnswerContext(request_id, body.model or model, prompts, tokenizer, reading, sampling, skips)
+        context = AnswerContext(
+            request_id,
+            body.model or model,
+            prompts,
+            tokenizer,
+            reading,
+            sampling,
+            skips_special_tokens=params.skip_special_tokens,
+        )
         answer = make_answer(body, context)
         return Job(
             f"{kind}-{own_id}",

@@ -392,8 +392,8 @@ class ChatResponse(Struct):
 
 
 class ChatDelta(Struct):
-    """What is new in a message. Clients of SGLang read reasoning_content of every delta, and those of vLLM join the
-    reasoning of every delta that has it: the first is null where there is none, and the second is left out.
+    """What is new in a message. Without new reasoning, reasoning_content is null, since clients of SGLang read it from
+    every delta; reasoning is left out, since clients of vLLM join it wherever it is.
     """
 
     role: str | UnsetType = UNSET

@@ -1,8 +1,8 @@
 """Counts the tokens of an answer's reasoning, as they are generated.
 
-text      <think>why not</think>So
-tokens    <think>|why| not|</think>|So      each with the place where its text ends
-thoughts         ^ ^    ^                   the parser says where reasoning stands: two tokens end there
+text         <think>why not</think>So
+tokens end at      7 10  14      22 24     in characters of the text
+reasoning           8 to 14                as the parser reads it: two tokens end there
 """
 
 from collections import deque
@@ -35,7 +35,7 @@ class ReasoningTokens:
         self._waiting: deque[tuple[int, int]] = deque()  # where the text of tokens ends, and how many they are
 
     def add(self, token_ids: Sequence[int], *, ended: bool) -> None:
-        """Further tokens, before the parser is fed their text. ended: these are the last."""
+        """Takes further tokens, before the parser is fed their text. ended: these are the last."""
         if self._stream is None:
             return
         for token in token_ids:
@@ -44,16 +44,8 @@ class ReasoningTokens:
         if ended:
             self._place(*self._stream.flush())
 
-    def _place(self, retracted: int, new: str) -> None:
-        self._length += len(new) - retracted
-        if new:
-            self._waiting.append((self._length, self._num_silent))
-            self._num_silent = 0
-
     def settle(self, parser: TurnParser, *, ended: bool) -> None:
-        """Counts the tokens whose text the parser has read. ended: it has read all, and a stop string has cut the rest
-        of the text off.
-        """
+        """Counts the tokens whose text the parser has read; if `ended`, also those that a stop string has cut off."""
         if not self._waiting:
             return
         thoughts, read = parser.thoughts, parser.num_read
@@ -61,3 +53,10 @@ class ReasoningTokens:
             end, num_tokens = self._waiting.popleft()
             if any(first < min(end, read) <= last for first, last in thoughts):
                 self.num_tokens += num_tokens
+
+    def _place(self, retracted: int, new: str) -> None:
+        """Notes where the text of the latest tokens ends."""
+        self._length += len(new) - retracted
+        if new:
+            self._waiting.append((self._length, self._num_silent))
+            self._num_silent = 0

@@ -24,7 +24,7 @@ COMPLETION_MAX_TOKENS = 16
 """The `max_tokens` of a completion that gives none, as OpenAI's. A chat may use the whole context."""
 _TOKEN_ID_DIGITS = 10
 _MOST_NAMED = 8
-"""Of what is wrong in a field, in an error."""
+"""Of the keys of a field that are wrong, how many an error names."""
 
 
 def sampling_of(
@@ -119,6 +119,6 @@ def _logit_bias(bias: dict[str, Any]) -> dict[int, Any]:
     wrong = [key for key in bias if not (key.isascii() and key.isdecimal() and len(key) <= _TOKEN_ID_DIGITS)]
     if wrong:
         said = ", ".join(repr(key[:40]) for key in wrong[:_MOST_NAMED]) + (", ..." if wrong[_MOST_NAMED:] else "")
-        kind = "no token id" if len(wrong) == 1 else "no token ids"
-        raise ApiError(400, f"logit_bias: {said} {'is' if len(wrong) == 1 else 'are'} {kind}.", param="logit_bias")
+        what = "is no token id" if len(wrong) == 1 else "are no token ids"
+        raise ApiError(400, f"logit_bias: {said} {what}.", param="logit_bias")
     return {int(key): value for key, value in bias.items()}

@@ -1,4 +1,4 @@
-"""Device memory that two processes share, with a driver that takes the host's memory for a device's."""
+"""Device memory that two processes share, with a fake driver whose device memory is the host's."""
 
 import ctypes
 import os
@@ -51,19 +51,19 @@ def test_a_call_that_fails_is_named_and_leaves_nothing_behind(drivers, created):
     exporting, opening = (SharedMemoryDevice(driver, 0) for driver in drivers)
     address = drivers[0].allocate(4096, created)
     exported = exporting.export(address)
-    by_kind = {
-        True: "cuMemImportFromShareableHandle cuMemAddressReserve cuMemMap cuMemSetAccess",
-        False: "cuIpcOpenMemHandle_v2",
-    }
-    for name in ("cuCtxPushCurrent_v2", *by_kind[created].split()):
+    if created:
+        exports = "cuMemExportToShareableHandle"
+        opens = ["cuMemImportFromShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"]
+    else:
+        exports, opens = "cuIpcGetMemHandle", ["cuIpcOpenMemHandle_v2"]
+    for name in ("cuCtxPushCurrent_v2", *opens):
         drivers[1].failing = {name}
         with pytest.raises(MemoryNotSharedError, match=f"{name} failed: CUDA_ERROR_OUT_OF_MEMORY"):
             opening.open(exported, 4096)
         assert (drivers[1].num_current, drivers[1].mapped, drivers[1].handles) == (0, {}, {})
-    for name in ("cuMemExportToShareableHandle" if created else "cuIpcGetMemHandle",):
-        drivers[0].failing = {name}
-        with pytest.raises(MemoryNotSharedError, match=name):
-            exporting.export(address)
+    drivers[0].failing = {exports}
+    with pytest.raises(MemoryNotSharedError, match=exports):
+        exporting.export(address)
     with pytest.raises(MemoryNotSharedError, match=r"cuMemGetAddressRange_v2 failed: CUDA_ERROR_INVALID_VALUE"):
         exporting.allocation_of(1)
     for name in ("cuInit", "cuDeviceGet", "cuDeviceGetUuid_v2", "cuDevicePrimaryCtxRetain"):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jpaged.models.registry import MODULES_VARIABLE
+from tests.parallel.eight_devices import xla_flags
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -31,14 +32,12 @@ def files(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("option", ["tensor_parallel_size=2", "data_parallel_size=2"])
 def test_a_family_in_a_file_gives_the_greedy_tokens_of_transformers(files: Path, option: str) -> None:
     """Over two devices of one process; and in two processes of one device, which learn of it by the environment."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
-    flags += " --xla_backend_optimization_level=0"  # these programs take longer to compile than to run
     environment = os.environ | {
         MODULES_VARIABLE: "phi.py",
         "JAX_PLATFORMS": "cpu",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
-        "XLA_FLAGS": flags,
+        "XLA_FLAGS": xla_flags(2),
     }
     command = [sys.executable, "-P", "check_phi.py", option]
     done = subprocess.run(command, cwd=files, env=environment, capture_output=True, text=True, timeout=600)

@@ -18,10 +18,14 @@ from jpaged.host.imports import keep_torch_out
 ROOT = Path(__file__).parents[2]
 
 
+def xla_flags(devices: int) -> str:
+    """XLA_FLAGS of a process that has so many CPU devices and compiles its programs itself."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+    return f"{flags} --xla_backend_optimization_level=0"  # these programs take longer to compile than to run
+
+
 def call_with_eight_devices(function: str, *arguments: Any, timeout_s: float = 600) -> Any:
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    flags += " --xla_backend_optimization_level=0"  # these programs take longer to compile than to run
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags(8)}
     command = [sys.executable, "-m", "tests.parallel.eight_devices", function, json.dumps(arguments, default=str)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -52,11 +52,11 @@ FOUR_ONLY |= {"falcon-40b-style", "falcon-rw-style", "pythia", "gptj", "bloom", 
 FOUR_ONLY |= {"olmo2", "exaone4-32b-style", "granite", "granite4-h-micro", "lfm2-1.2b-style", "nemotron-h-8b-style"}
 FOUR_ONLY |= {"glm4", "command-r-plus", "stablelm-12b-style", "starcoder2", "smollm3", "hunyuan-a13b-style"}
 FOUR_ONLY |= {"minimax-m2", "glm4.5-style", "ernie4.5-moe"}
-"""Models that are split over four devices and not over two: another of their family or of their blocks is, or two
-differ from four in nothing, since no key-value head is stored more than once. With `ALL_DEGREES` they are, too."""
+"""Models that are split over four devices and, without `ALL_DEGREES`, not over two: another of their family or of their
+blocks is, or two differ from four in nothing, since no key-value head is stored more than once."""
 
 ALL_DEGREES = "JPAGED_TESTS_ALL_DEGREES"
-"""An environment variable; not empty, every model that is split is so over two devices and over four."""
+"""An environment variable; if it is not empty, every model that is split is split over two devices and over four."""
 
 EXPANDED = {"deepseek-v2-lite", "deepseek-v3"}
 """Models with latents whose programs for prompts make keys and values of heads, as larger programs do."""

@@ -74,9 +74,7 @@ def padded_experts(layout: str) -> dict[str, Any]:
             plain = plain_checkpoint("qwen3-moe", Path(directory) / "plain", **sizes)
             source = quantized_checkpoint(plain, Path(directory) / layout, layout)
         args = replace(ARGS, model=str(source))
-        return {
-            str(number): greedy_tokens(LLMEngine(replace(args, tensor_parallel_size=number))) for number in (1, 4)
-        }
+        return {str(number): greedy_tokens(LLMEngine(replace(args, tensor_parallel_size=number))) for number in (1, 4)}
 
 
 def experts_in_act_order() -> dict[str, Any]:

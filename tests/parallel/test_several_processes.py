@@ -16,7 +16,7 @@ from jpaged.api.sampling_params import SamplingParams
 from jpaged.engine.interface import Chunk, SamplingVariant, SlotStart, StepPlan
 from jpaged.executor import plan_codec
 from jpaged.executor.distributed import Cluster, lead, run_worker
-from tests.parallel.eight_devices import ROOT
+from tests.parallel.eight_devices import ROOT, xla_flags
 from tests.parallel.models import eight_heads
 from tests.tiny_models import write_tiny_model
 
@@ -37,9 +37,7 @@ print(json.dumps(found))
 
 
 def environment(devices: int) -> dict[str, str]:
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
-    flags += " --xla_backend_optimization_level=0"  # these programs take longer to compile than to run
-    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags(devices)}
 
 
 def free_port() -> int:

@@ -490,7 +490,7 @@ def test_weights_that_one_replica_refuses_no_replica_keeps():
     play_replicas(scene)
 
 
-def test_a_replica_that_cannot_have_the_sender_s_memory_is_sent_the_weights_through_the_host(cuda):
+def test_a_replica_that_cannot_map_device_memory_gets_the_weights_through_the_host(cuda):
     async def scene(played):
         weights = on_device(cuda, WEIGHTS)
         update = asyncio.ensure_future(played.engine.update_weights(weights, partial=True, keep=False))
@@ -509,7 +509,7 @@ def test_a_replica_that_cannot_have_the_sender_s_memory_is_sent_the_weights_thro
     play_replicas(scene)
 
 
-def test_a_process_started_again_ends_where_no_copy_was_kept_and_serves_once_all_was_given_anew():
+def test_a_process_started_again_ends_if_weights_were_not_kept_until_all_of_them_were_given_anew():
     async def scene(played):
         async def give(names, **options):
             given = dict.fromkeys(names, WEIGHTS["a"])

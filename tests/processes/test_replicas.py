@@ -371,7 +371,7 @@ def test_every_replica_takes_new_weights_or_none_does(llm):
     assert llm.generate([[2, 3]], PARAMS, use_tqdm=False)[0].outputs[0].token_ids == [3]
 
 
-def test_replicas_read_weights_where_they_are_or_get_them_through_the_host(llm, cuda, caplog):
+def test_replicas_read_weights_on_the_device_or_get_them_through_the_host(llm, cuda, caplog):
     caplog.set_level(logging.INFO, "jpaged.engine")
     for created, path in ((True, "on the device"), (False, "through the host")):  # a process opens no handle of its own
         weights = on_device(cuda, {"a": np.arange(3, dtype=np.float32) + created}, created)

@@ -125,7 +125,7 @@ def test_an_engine_process_takes_weights_amid_streams_pauses_and_has_them_still_
             while engine._fleet.processes.pids[0] == pid or engine.is_restarting:
                 await asyncio.sleep(0.01)
             assert await greedy(engine) == reference.greedy(second)
-            assert len(engine._given) == 3
+            assert len(engine._kept.copies) == 3
 
     asyncio.run(scene())
 

@@ -72,7 +72,7 @@ class ItemsAnswer(Answer):
         self.failure: ApiError | None = None
         self._reading = context.reading
         self._parser = TurnParser() if context.reading is None else context.reading.parser()
-        self._reasoning: ReasoningTokens | None = None  # of a dialect that tells how many they are
+        self._reasoning: ReasoningTokens | None = None  # set by a dialect whose usage counts them
         self._is_open = False
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:

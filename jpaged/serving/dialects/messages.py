@@ -285,9 +285,8 @@ def _string(where: str, block: Mapping[str, Any], name: str, *, may_be_empty: bo
     """A field of a block that must be a string."""
     value = block.get(name)
     if not isinstance(value, str) or not (value or may_be_empty):
-        raise ApiError(
-            400, f"{where}.{name} must be a string{'' if may_be_empty else ' that is not empty'}.", param="messages"
-        )
+        wanted = "a string" if may_be_empty else "a string that is not empty"
+        raise ApiError(400, f"{where}.{name} must be {wanted}.", param="messages")
     return value
 
 

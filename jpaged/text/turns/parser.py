@@ -74,7 +74,7 @@ class TurnParser:
 
     Attributes:
         num_calls: that have begun. is_inside_call: whether the last of them is incomplete.
-        may_reason: whether reasoning may come yet, or goes on.
+        may_reason: whether reasoning goes on, or may still begin.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class TurnParser:
         elif reasons == "said" and not required:  # else a call follows at once
             self._state = self._in_content
             self._channel_end = reasoning.channels[0][1] if reasoning is not None and reasoning.channels else ""
-        self._may_reason = reasoning is not None and reasons == "free"
+        self._may_begin_reasoning = reasoning is not None and reasons == "free"
         self._thoughts: list[tuple[int, int]] = []
         self._thinks_from = 0  # of the reasoning that has not ended
         self._drops_space = reasons == "open" and not continues
@@ -120,7 +120,7 @@ class TurnParser:
 
     @property
     def may_reason(self) -> bool:
-        return self._may_reason or self._state == self._inside_reasoning
+        return self._may_begin_reasoning or self._state == self._inside_reasoning
 
     @property
     def thoughts(self) -> list[tuple[int, int]]:
@@ -202,12 +202,12 @@ class TurnParser:
         form = self._reasoning
         waits = False
         if form is not None:
-            openings: list[tuple[str, str | None]] = [(form.opening, None)] if self._may_reason else []
+            openings: list[tuple[str, str | None]] = [(form.opening, None)] if self._may_begin_reasoning else []
             for opening, closing in (*openings, *form.channels):
                 found = self._begins(opening)
                 if found:
                     self._buffer = self._buffer[len(opening) :]
-                    self._may_reason = bool(form.channels)
+                    self._may_begin_reasoning = bool(form.channels)
                     self._drops_space = closing is None
                     self._channel_end = closing or ""
                     self._state = self._inside_reasoning if closing is None else self._in_content
@@ -215,7 +215,7 @@ class TurnParser:
                     return
                 waits |= found is None
             stripped = self._buffer.lstrip(_SPACES)
-            if self._may_reason and stripped != self._buffer and not form.channels:
+            if self._may_begin_reasoning and stripped != self._buffer and not form.channels:
                 if not stripped or form.opening.startswith(stripped):
                     waits = True
                 elif stripped.startswith(form.opening):

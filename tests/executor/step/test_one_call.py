@@ -90,7 +90,7 @@ def run(engine: LLMEngine, params: Callable[[int], SamplingParams]) -> dict[str,
 def kinds_called(
     engine: LLMEngine, params: Callable[[int], SamplingParams], one_call: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """As `run`; and the kinds of the programs called, in order. one_call: steps may be one call, where they are few."""
+    """As `run`; and the kinds of the programs called, in order. one_call: steps of few rows may be one call."""
     called, call = [], engine.startup.runner._run
 
     def noted(program, **inputs):
@@ -122,7 +122,7 @@ def test_tokens_and_ends_are_those_of_two_calls(engine, monkeypatch):
     assert of_one.count("decode") == of_two.count("decode") - num_whole
     for name in ("shared_decode", "copy_states"):
         assert of_one.count(name) == of_two.count(name)
-    if load is not None:
+    if load is not None:  # the engine has counted both runs
         twice = tuple(tuple(2 * count for count in layer) for layer in load.tokens)
         assert engine.get_metrics().expert_load.tokens == twice
 

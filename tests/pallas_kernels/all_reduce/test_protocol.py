@@ -24,7 +24,7 @@ CTAS, AHEAD, WORDS = 3, 2, 2
 GENERATIONS = (0, 2**31 - 3, -2)
 SIZES = [(devices, rows) for rows in (2, CTAS, CTAS * AHEAD + 1, CTAS * AHEAD * 4 + 2) for devices in (2, 3, 4, 8)]
 CASES = [(*sizes, GENERATIONS[i % len(GENERATIONS)]) for i, sizes in enumerate(SIZES)]
-"""Devices, most rows of a call, and the number of the first call: each number meets each of devices and of rows."""
+"""Devices, most rows of a call, and the number of the first call, which meets every count of devices and of rows."""
 
 
 class Array(np.ndarray):
