@@ -1,4 +1,4 @@
-"""Small weights in bundles. A call of an executable pays for each argument, so bodies take those of one shape as one.
+"""Small weights in bundles. A call of an executable pays for each argument, so bodies take vectors of a length as one.
 
     the model's flat tuple      [4096] [4096, 6144] [4096] [4096, 28672] ... [4096]
                                    |                   |                        |
@@ -12,7 +12,6 @@ anew when weights change; a body takes it apart before it calls the model.
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
-from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +28,7 @@ LEAST_COUNT = 4
 
 
 class Bundles:
-    """Which weights of a model are bundled: those that are small, whole on each device, and of a shape that some others
-    have as well.
-    """
+    """Which weights of a model are bundled: small vectors, whole on each device, of a length that some others have."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -42,7 +39,7 @@ class Bundles:
         model, found = self._model, defaultdict(list)
         for index, (leaf, axis) in enumerate(zip(model.abstract_weights, model.shard_axes, strict=True)):
             is_whole = axis is None or model.collectives.size == 1
-            if is_whole and prod(leaf.shape) * leaf.dtype.itemsize <= MOST_BYTES:
+            if is_whole and leaf.ndim == 1 and leaf.size * leaf.dtype.itemsize <= MOST_BYTES:
                 found[leaf.shape, leaf.dtype].append(index)
         return tuple(tuple(group) for group in found.values() if len(group) >= LEAST_COUNT)
 

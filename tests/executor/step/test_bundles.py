@@ -27,7 +27,7 @@ def bundled_names(model):
     return [{model.parameter_names[index] for index in group} for group in Bundles(model).groups]
 
 
-def test_weights_of_one_small_shape_are_bundled_where_there_are_enough_of_them(model):
+def test_vectors_of_one_length_are_bundled_where_there_are_enough_of_them(model):
     hidden, head_dim = bundled_names(model)
     assert hidden == {"norm.scale", *(f"layers.{i}.{name}_norm.scale" for i in (0, 1) for name in ("attention", "mlp"))}
     assert head_dim == {f"layers.{i}.{name}_norm.scale" for i in (0, 1) for name in ("query", "key")}
@@ -35,7 +35,7 @@ def test_weights_of_one_small_shape_are_bundled_where_there_are_enough_of_them(m
     assert bundled_names(one_layer) == []  # three and two
 
 
-def test_larger_weights_and_those_of_which_a_device_has_a_part_are_not(model, monkeypatch):
+def test_longer_vectors_and_those_of_which_a_device_has_a_part_are_not(model, monkeypatch):
     with_sinks = tiny_model("gpt-oss-20b-style").config
     gpt_oss = build(ModelConfig.from_dict(with_sinks | {"num_hidden_layers": 4, "layer_types": None}), "float32")
     sinks = {f"layers.{layer}.attention.sinks" for layer in range(4)}
