@@ -63,9 +63,10 @@ class Bundles:
     def taken_apart(self, large: Sequence[jax.Array], small: Sequence[jax.Array]) -> Weights:
         """The flat tuple, while a program is traced.
 
-        One kernel writes the arrays of a bundle, and programs are otherwise what they are without bundles. If XLA knew
-        the rows' numbers, each array would be a copy of its own. If it could fuse the copies with what reads them,
-        layers would not share kernels any more, and rounding could differ.
+        One kernel writes the arrays of a bundle (a second one those beyond the hundred that XLA lets a kernel write),
+        and programs are otherwise what they are without bundles. If XLA knew the rows' numbers, each array would be a
+        copy of its own. If it could fuse the copies with what reads them, layers would not share kernels any more, and
+        rounding could differ.
         """
         found: dict[int, jax.Array] = dict(zip(self.alone, large, strict=True))
         first = lax.optimization_barrier(jnp.int32(0))
