@@ -24,7 +24,7 @@ def xla_flags(devices: int) -> str:
     return f"{flags} --xla_backend_optimization_level=0"  # these programs take longer to compile than to run
 
 
-def call_with_eight_devices(function: str, *arguments: Any, timeout_s: float = 600) -> Any:
+def call_with_eight_devices(function: str, *arguments: Any, timeout_s: float = 850) -> Any:
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags(8)}
     command = [sys.executable, "-m", "tests.parallel.eight_devices", function, json.dumps(arguments, default=str)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
