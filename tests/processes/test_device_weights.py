@@ -150,6 +150,15 @@ def test_memory_of_arrays_that_are_donated_meanwhile_stays_until_nobody_reads_it
     assert add_in_place(array).unsafe_buffer_pointer() == address
 
 
+def test_weights_that_nobody_has_any_more_are_let_go_of(cuda):
+    arrays = on_device(cuda, {"a": np.ones(3, np.float32)})
+    before = len(os.listdir("/proc/self/fd"))
+    address = DeviceWeights(arrays).descriptors
+    assert len(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(OSError, match="refused"):
+        take_descriptors(address)
+
+
 def test_descriptors_come_in_order_however_many_and_not_after_the_end():
     pipes = [os.pipe() for _ in range(150)]
     server = DescriptorServer([read for read, _ in pipes])
