@@ -163,6 +163,8 @@ def test_descriptors_come_in_order_however_many_and_not_after_the_end():
     pipes = [os.pipe() for _ in range(150)]
     server = DescriptorServer([read for read, _ in pipes])
     taken = [take_descriptors(server.address) for _ in range(2)]
+    assert not any(os.get_inheritable(fd) for fds in taken for fd in fds)
+    assert take_descriptors(server.address[:-1] + "g") == [], "the name alone, which all may read, is not enough"
     server.close()
     server.close()
     for fds in taken:
