@@ -8,7 +8,7 @@ from them. There are two ways, by the calls that made the allocation:
     cuMemCreate    JAX 0.11 and newer    a file descriptor, which a Unix socket carries
     cuMemAlloc     JAX before it         a handle of CUDA IPC, 64 bytes
 
-The memory stays there while some process has it open, even if the one that exported it ends.
+It must stay allocated until nobody has it open any more: to free memory of cuMemAlloc before is undefined.
 """
 
 import ctypes

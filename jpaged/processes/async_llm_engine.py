@@ -478,8 +478,8 @@ class AsyncLLMEngine:
         if takers := _takers(answers):
             return takers
         what = "The engine process ended while it took the weights"
-        if self._not_kept:
-            raise EngineDeadError(f"{what}; {_NOT_KEPT}.")
+        if self._not_kept or not self._may_restart:
+            raise EngineDeadError(f"{what}; {_NOT_KEPT if self._not_kept else 'start it anew'}.")
         raise EngineRestartingError(  # those that take its place are given what they had
             f"{what}; the next one goes on with those that it had. The log says how it ended."
         )

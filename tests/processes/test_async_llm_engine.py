@@ -569,6 +569,20 @@ def test_a_process_started_again_ends_where_no_copy_was_kept_and_serves_once_all
     play_replicas(scene)
 
 
+def test_an_engine_that_ends_while_it_takes_weights_and_is_not_started_again_says_so():
+    async def scene(played):
+        played.engine._may_restart = False
+        update = asyncio.ensure_future(played.engine.update_weights(WEIGHTS))
+        for process in played.processes:
+            await process.receive()
+        for replica in played.engine._fleet.replicas:
+            played.engine._fleet._lose(replica)
+        with pytest.raises(EngineDeadError, match="ended while it took the weights; start it anew"):
+            await update
+
+    play_replicas(scene)
+
+
 def test_weights_that_both_replicas_refuse_cost_no_process():
     async def scene(played):
         update = asyncio.ensure_future(played.engine.update_weights(WEIGHTS))
