@@ -8,10 +8,11 @@ from them. There are two ways, by the calls that made the allocation:
     cuMemCreate    JAX 0.11 and newer    a file descriptor, which a Unix socket carries
     cuMemAlloc     JAX before it         a handle of CUDA IPC, 64 bytes
 
-The memory stays there while some process has it open, even if the one that exported it ends.
+It must stay allocated until nobody has it open any more: to free memory of cuMemAlloc before is undefined.
 """
 
 import ctypes
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -83,6 +84,7 @@ class SharedMemoryDevice:
                 fd = ctypes.c_int(-1)
                 kind, flags = ctypes.c_int(_FILE_DESCRIPTOR), ctypes.c_uint64(0)
                 self._call("cuMemExportToShareableHandle", ctypes.byref(fd), memory, kind, flags)
+                os.set_inheritable(fd.value, False)
                 return fd.value
             finally:
                 self._call("cuMemRelease", memory)
@@ -128,9 +130,26 @@ class SharedMemoryDevice:
         undo.callback(self._call, "cuMemAddressFree", base, size)
         self._call("cuMemMap", base, size, ctypes.c_size_t(0), memory, none)
         undo.callback(self._call, "cuMemUnmap", base, size)
-        access = _Access(_IN_DEVICE, self._ordinal, _READ)
-        self._call("cuMemSetAccess", base, size, ctypes.byref(access), ctypes.c_size_t(1))
+        readers = self._readers()
+        access = (_Access * len(readers))(*(_Access(_IN_DEVICE, ordinal, _READ) for ordinal in readers))
+        self._call("cuMemSetAccess", base, size, access, ctypes.c_size_t(len(access)))
         return base.value
+
+    def _readers(self) -> list[int]:
+        """This device and its peers: a copy from one device to another may run on either."""
+        count, device, is_peer = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+        self._call("cuDeviceGet", ctypes.byref(device), self._ordinal)
+        self._call("cuDeviceGetCount", ctypes.byref(count))
+        found = [self._ordinal]
+        for ordinal in range(count.value):
+            if ordinal == self._ordinal:
+                continue
+            other = ctypes.c_int()
+            self._call("cuDeviceGet", ctypes.byref(other), ordinal)
+            self._call("cuDeviceCanAccessPeer", ctypes.byref(is_peer), other, device)
+            if is_peer.value:
+                found.append(ordinal)
+        return found
 
     @contextmanager
     def _current(self) -> Iterator[None]:

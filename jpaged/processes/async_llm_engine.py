@@ -141,6 +141,7 @@ class AsyncLLMEngine:
         self._inputs: InputProcessor | None = None
         self._is_paused = False
         self._update: asyncio.Future[None] | None = None  # of weights, whether or not somebody waits for it
+        self._one_update = asyncio.Lock()  # another one waits: all replicas take updates in the same order
         self._kept = KeptWeights()
         self.update_seconds: dict[str, float] = {}
         self._tokenizing = AsyncTokenizer(self.tokenizer)
@@ -409,7 +410,7 @@ class AsyncLLMEngine:
         """As `LLMEngine.update_weights`, on every replica. Engine processes that see the GPUs of all arrays read them
         there; otherwise all go through the host, in memory that the engine processes map. This process keeps a copy in
         such memory, so that an engine process that ends and is started again has the weights that it was given, not
-        the checkpoint's, before it goes on with its requests.
+        the checkpoint's, before it goes on with its requests. An update that comes while another one runs waits for it.
 
         Args:
             weights: a mapping, nested or flat, from names to arrays, such as an `nnx.State`.
@@ -433,8 +434,6 @@ class AsyncLLMEngine:
             raise UnsupportedParameterError(
                 "update_weights is for the process that started the engine processes, which starts them again."
             )
-        if self.is_restarting:
-            raise EngineRestartingError("An engine process is being started again; it takes weights when it serves.")
         keep = keep and self._may_restart
         # Who stops waiting does not undo it: processes that have the message take the weights, and all must.
         self._update = asyncio.ensure_future(self._replace_weights(weights, partial, in_flight, keep))
@@ -443,48 +442,53 @@ class AsyncLLMEngine:
     async def _replace_weights(
         self, weights: Mapping[Any, Any], partial: bool, in_flight: InFlight, keep: bool
     ) -> None:
-        delivery = await self.in_thread(lambda: WeightDelivery(weights, partial, in_flight, keep))
-        try:
-            takers = await self._deliver(delivery)
-            if self._may_restart:
-                self._kept.add(delivery.names, delivery.take_copy() if keep else None, partial=partial)
-                if self._fleet.keeper is not None:
-                    self._fleet.keeper.why_not_again = _NOT_KEPT if self._kept.missing else ""
-        finally:
-            delivery.close()
-        for replica in self._requests.serving():
-            if replica not in takers:  # it has been started again meanwhile, whether or not the one before had them
-                self._restore(replica)
+        async with self._one_update:
+            if self.is_restarting:
+                raise EngineRestartingError(
+                    "An engine process is being started again; it takes weights when it serves."
+                )
+            delivery = await self.in_thread(lambda: WeightDelivery(weights, partial, in_flight, keep))
+            try:
+                takers = await self._deliver(delivery)
+                if self._may_restart:
+                    self._kept.add(delivery.names, delivery.take_copy() if keep else None, partial=partial)
+                    if self._fleet.keeper is not None:
+                        self._fleet.keeper.why_not_again = _NOT_KEPT if self._kept.missing else ""
+            finally:
+                delivery.close()
+            for replica in self._requests.serving():
+                if replica not in takers:  # it was started again meanwhile, whether or not the one before had them
+                    self._restore(replica)
 
     async def _deliver(self, delivery: WeightDelivery) -> list[AsyncLink]:
         """Returns the replicas that took the weights. If one refuses them, none has them, and its refusal is raised."""
         self._requests.router.forget_prefixes()
         answers = await self._fleet.ask_each(await self.in_thread(delivery.first))
-        unreachable = {one: answer for one, answer in answers.items() if isinstance(answer, wire.Unreachable)}
-        if unreachable:
-            reason = next(iter(unreachable.values()))
-            question = await self.in_thread(lambda: delivery.again(reason))
-            answers |= await self._fleet.ask_each(question, of=unreachable)
-        delivery.count(answers.values())
-        self.update_seconds = delivery.seconds
-        takers = [replica for replica, answer in answers.items() if isinstance(answer, wire.Changed)]
         try:
+            unreachable = {one: answer for one, answer in answers.items() if isinstance(answer, wire.Unreachable)}
+            if unreachable:
+                reason = next(iter(unreachable.values()))
+                question = await self.in_thread(lambda: delivery.again(reason))
+                answers |= await self._fleet.ask_each(question, of=unreachable)
             raise_refusal(answers)
-        except JPagedError:
-            await self._take_back(takers)
+        except Exception:  # a refusal; or there can be no copy in host memory for those that need it
+            await self._take_back(_takers(answers))
             raise
-        if takers:
+        finally:
+            delivery.count(answers.values())
+            self.update_seconds = delivery.seconds
+        if takers := _takers(answers):
             return takers
         what = "The engine process ended while it took the weights"
-        if self._kept.missing:
-            raise EngineDeadError(f"{what}; {_NOT_KEPT}.")
+        if self._kept.missing or not self._may_restart:
+            raise EngineDeadError(f"{what}; {_NOT_KEPT if self._kept.missing else 'start it anew'}.")
         raise EngineRestartingError(  # those that take its place are given what they had
             f"{what}; the next one goes on with those that it had. The log says how it ended."
         )
 
     async def _take_back(self, takers: Sequence[AsyncLink]) -> None:
-        """Has no replica keep weights that another one refused. Those that slept at level 2 do so again; the processes
-        of the others are replaced, and the next ones are given the weights of before.
+        """Has no replica keep weights that another one did not take. Those that slept at level 2 do so again; the
+        processes of the others are replaced, and the next ones are given the weights of before.
         """
         answers: Answers = {}
         with contextlib.suppress(JPagedError):  # the refusal is what the caller wants to know
@@ -492,7 +496,7 @@ class AsyncLLMEngine:
         for replica in takers:
             answer = answers.get(replica)
             if replica.ready is not None and not (isinstance(answer, wire.Changed) and answer.value):
-                self._fleet.replace(replica, "It took weights that another replica refused")
+                self._fleet.replace(replica, "It took weights that another replica did not take")
 
     async def pause(self) -> None:
         """Dispatches no step until `resume`. What was in flight has ended when it returns, and the devices are idle.
@@ -558,3 +562,8 @@ class AsyncLLMEngine:
             questions.append(wire.SetPaused(True))
         for question in questions:
             self._fleet.tell(replica, question)
+
+
+def _takers(answers: Answers) -> list[AsyncLink]:
+    """Those that took weights."""
+    return [replica for replica, answer in answers.items() if isinstance(answer, wire.Changed)]

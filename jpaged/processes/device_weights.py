@@ -7,7 +7,9 @@ this process      arrays of JAX --in--> allocations --exported--> mapped by engi
 
 import os
 import time
+import weakref
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from jpaged.api.weights import flat_weights
@@ -19,8 +21,8 @@ _TYPES = ("bfloat16", "float16", "float32")
 
 
 class DeviceWeights:
-    """Where arrays are in device memory that other processes may map. The memory is not freed before `close`, even if
-    the arrays are deleted or donated.
+    """Where arrays are in device memory that other processes may map. The memory is not freed before `close`, or before
+    nobody has this object any more, even if the arrays are deleted or donated.
 
     weights: names to arrays of JAX, nested or flat, as `flat_weights` takes them. Waits until they are computed.
 
@@ -37,33 +39,33 @@ class DeviceWeights:
     def __init__(self, weights: Mapping[Any, Any]) -> None:
         begun = time.perf_counter()
         found = {name: _on_one_device(name, array) for name, array in flat_weights(weights).items()}
-        self._held = [_reference(name, array) for name, array in found.items()]
+        undo = ExitStack()
+        self._finalizer = weakref.finalize(self, undo.close)
+        held = [_reference(name, array) for name, array in found.items()]
+        undo.callback(held.clear)
         computed = time.perf_counter()
         self.allocations: list[Allocation] = []
         self.arrays: list[DeviceArray] = []
         self._numbers: dict[tuple[bytes, int], int] = {}
         self._fds: list[int] = []
-        self._server: DescriptorServer | None = None
+        undo.callback(_close_all, self._fds)
         try:
             for name, array in found.items():
                 self.arrays.append(self._place(name, array, shared_memory_device(array.device)))
-            self._server = DescriptorServer(self._fds)
+            server = DescriptorServer(self._fds)
+            undo.callback(server.close)
         except (OSError, RuntimeError) as error:  # no socket; no thread
             self.close()
             raise MemoryNotSharedError(f"descriptors cannot be handed out: {error}") from error
         except BaseException:
             self.close()
             raise
-        self.descriptors = self._server.address
+        self.descriptors = server.address
         self.seconds = {"ready": computed - begun, "export": time.perf_counter() - computed}
 
     def close(self) -> None:
         """Lets go of the arrays; no process may read them any more. The second time it does nothing."""
-        if self._server is not None:
-            self._server.close()
-        while self._fds:
-            os.close(self._fds.pop())
-        self._held.clear()
+        self._finalizer()
 
     def _place(self, name: str, array: Any, device: SharedMemoryDevice) -> DeviceArray:
         address = array.unsafe_buffer_pointer()
@@ -80,6 +82,11 @@ class DeviceWeights:
             self.allocations.append(Allocation(device.uuid, num_bytes, handle))
             number = self._numbers[device.uuid, base] = len(self.allocations) - 1
         return DeviceArray(name, str(array.dtype), tuple(array.shape), number, offset)
+
+
+def _close_all(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())
 
 
 def _on_one_device(name: str, array: Any) -> Any:

@@ -314,23 +314,24 @@ class ReplicatedEngine(RequestIntake):
         try:
             self._router.forget_prefixes()
             values = dict(zip(self._replicas, self._ask_each(delivery.first()), strict=True))
-            unreachable = {one: value for one, value in values.items() if isinstance(value, wire.Unreachable)}
-            if unreachable:
-                question = delivery.again(next(iter(unreachable.values())))
-                values |= zip(unreachable, self._ask_each(question, list(unreachable)), strict=True)
-            takers = {one: value for one, value in values.items() if isinstance(value, wire.Changed)}
-            refusal = next((value for value in values.values() if isinstance(value, wire.Error)), None)
-            if refusal is not None:
-                error = error_of(refusal.kind, refusal.message)
-                self._take_back(list(takers), error)
-                raise error
-            self._keep_to_least(list(takers.values()))
+            try:
+                unreachable = {one: value for one, value in values.items() if isinstance(value, wire.Unreachable)}
+                if unreachable:
+                    question = delivery.again(next(iter(unreachable.values())))
+                    values |= zip(unreachable, self._ask_each(question, list(unreachable)), strict=True)
+                refusal = next((value for value in values.values() if isinstance(value, wire.Error)), None)
+                if refusal is not None:
+                    raise error_of(refusal.kind, refusal.message)
+            except BaseException as error:  # or there can be no copy in host memory, or it was interrupted there
+                self._take_back([one for one, value in values.items() if isinstance(value, wire.Changed)], error)
+                raise
+            self._keep_to_least([value for value in values.values() if isinstance(value, wire.Changed)])
         finally:
             delivery.close()
 
-    def _take_back(self, takers: Sequence[_Replica], error: JPagedError) -> None:
-        """Has no replica keep weights that another one refused with `error`. Those that slept at level 2 do so again;
-        where one did not, the engine ends.
+    def _take_back(self, takers: Sequence[_Replica], error: BaseException) -> None:
+        """Has no replica keep weights that another one did not take, for `error`. Those that slept at level 2 do so
+        again; where one did not, the engine ends.
         """
         with suppress(EngineDeadError):  # the refusal is what the caller wants to know; the next call tells of the end
             values = self._ask_each(wire.GiveBackWeights(), takers)

@@ -30,6 +30,7 @@ def _descriptors() -> int:
 @pytest.mark.parametrize("created", [True, False], ids=["cuMemCreate", "cuMemAlloc"])
 def test_what_one_process_exports_another_reads_while_it_has_it_open(drivers, created):
     exporting, opening = (SharedMemoryDevice(driver, 0) for driver in drivers)
+    drivers[1].peers = {0: True, 1: True, 2: False}  # all that can read the memory may
     address = drivers[0].allocate(8192, created)
     ctypes.memmove(address + 4096, b"weights", 7)
     before = _descriptors()
@@ -37,6 +38,7 @@ def test_what_one_process_exports_another_reads_while_it_has_it_open(drivers, cr
     assert exporting.allocation_of(address + 4096) == (address, 8192)
     exported = exporting.export(address)
     assert isinstance(exported, int) == created
+    assert not (created and os.get_inheritable(exported))
     base = opening.open(exported, 8192)
     if isinstance(exported, int):
         os.close(exported)
@@ -53,7 +55,7 @@ def test_a_call_that_fails_is_named_and_leaves_nothing_behind(drivers, created):
     exported = exporting.export(address)
     if created:
         exports = "cuMemExportToShareableHandle"
-        opens = ["cuMemImportFromShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"]
+        opens = "cuMemImportFromShareableHandle cuMemAddressReserve cuMemMap cuDeviceGetCount cuMemSetAccess".split()
     else:
         exports, opens = "cuIpcGetMemHandle", ["cuIpcOpenMemHandle_v2"]
     for name in ("cuCtxPushCurrent_v2", *opens):

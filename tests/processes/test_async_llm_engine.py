@@ -480,7 +480,7 @@ def test_weights_that_one_replica_refuses_no_replica_keeps():
         with pytest.raises(InvalidParameterError, match="cannot be mapped"):
             await update
         assert played.killed == [0]
-        assert "another replica refused" in played.engine._fleet.keeper.last_words[0]
+        assert "another replica did not take" in played.engine._fleet.keeper.last_words[0]
         await played.replace(0)
         paused = asyncio.ensure_future(played.engine.pause())
         for process in played.processes:
@@ -505,6 +505,34 @@ def test_a_replica_that_cannot_map_device_memory_gets_the_weights_through_the_ho
         assert seconds.keys() == {"ready", "export", "copy", "open", "write"}
         assert (seconds["open"], seconds["write"]) == (0.5, 3.0), "of the slowest"
         assert not os.path.exists(call.question.path), "keep=False keeps nothing"
+
+    play_replicas(scene)
+
+
+def test_weights_that_cannot_get_to_one_replica_either_way_no_replica_keeps(cuda):
+    async def scene(played):
+        weights = on_device(cuda, WEIGHTS)
+        update = asyncio.ensure_future(played.engine.update_weights(weights, keep=False))
+        await played.processes[0].answer(UpdateWeightsOnDevice, TAKEN)
+        weights["a"].delete()
+        await played.processes[1].answer(UpdateWeightsOnDevice, Unreachable("it does not see it"))
+        await played.processes[0].answer(GiveBackWeights, Changed(0, LIMITS))
+        with pytest.raises(InvalidParameterError, match="'a' cannot be copied to the host"):
+            await update
+        assert played.killed == [0]
+
+    play_replicas(scene)
+
+
+def test_an_update_that_comes_while_another_one_goes_both_ways_waits_for_it(cuda):
+    async def scene(played):
+        given = [on_device(cuda, {name: WEIGHTS["a"]}) for name in "ab"]
+        both = asyncio.gather(*(played.engine.update_weights(one, partial=True, keep=False) for one in given))
+        for _ in given:
+            await played.processes[0].answer(UpdateWeightsOnDevice, TAKEN)
+            await played.processes[1].answer(UpdateWeightsOnDevice, Unreachable("it does not see it"))
+            await played.processes[1].answer(UpdateWeights, TAKEN)
+        await both
 
     play_replicas(scene)
 
@@ -537,6 +565,20 @@ def test_a_process_started_again_ends_if_weights_were_not_kept_until_all_of_them
             await asyncio.sleep(0)
         assert played.killed == [0]
         assert "no copy was kept" in keeper.last_words[0]
+
+    play_replicas(scene)
+
+
+def test_an_engine_that_ends_while_it_takes_weights_and_is_not_started_again_says_so():
+    async def scene(played):
+        played.engine._may_restart = False
+        update = asyncio.ensure_future(played.engine.update_weights(WEIGHTS))
+        for process in played.processes:
+            await process.receive()
+        for replica in played.engine._fleet.replicas:
+            played.engine._fleet._lose(replica)
+        with pytest.raises(EngineDeadError, match="ended while it took the weights; start it anew"):
+            await update
 
     play_replicas(scene)
 

@@ -150,10 +150,21 @@ def test_memory_of_arrays_that_are_donated_meanwhile_stays_until_nobody_reads_it
     assert add_in_place(array).unsafe_buffer_pointer() == address
 
 
+def test_weights_that_nobody_has_any_more_are_let_go_of(cuda):
+    arrays = on_device(cuda, {"a": np.ones(3, np.float32)})
+    before = len(os.listdir("/proc/self/fd"))
+    address = DeviceWeights(arrays).descriptors
+    assert len(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(OSError, match="refused"):
+        take_descriptors(address)
+
+
 def test_descriptors_come_in_order_however_many_and_not_after_the_end():
     pipes = [os.pipe() for _ in range(150)]
     server = DescriptorServer([read for read, _ in pipes])
     taken = [take_descriptors(server.address) for _ in range(2)]
+    assert not any(os.get_inheritable(fd) for fds in taken for fd in fds)
+    assert take_descriptors(server.address[:-1] + "g") == [], "the name alone, which all may read, is not enough"
     server.close()
     server.close()
     for fds in taken:

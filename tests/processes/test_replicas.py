@@ -2,6 +2,7 @@
 over the pipes, and what comes of calls, refusals, aborts, interrupts and forks at any moment."""
 
 import gc
+import itertools
 import logging
 import os
 import signal
@@ -10,11 +11,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from enum import StrEnum
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -32,7 +35,8 @@ from jpaged.engine.limits import RequestLimits
 from jpaged.engine.sequences.request import Request
 from jpaged.engine.stats import EngineStats
 from jpaged.frontend.inputs import ProcessedInput
-from jpaged.processes import engine_process, launch
+from jpaged.host.device_memory import MemoryNotSharedError
+from jpaged.processes import engine_process, launch, weight_delivery
 from jpaged.processes.pulse import Pulse
 from jpaged.processes.replicas import ReplicatedEngine
 from tests.support.fake_cuda import on_device
@@ -397,6 +401,24 @@ def test_an_engine_of_which_only_some_replicas_took_the_weights_serves_no_more(l
     with pytest.raises(InvalidParameterError, match="no descriptor"):
         llm.update_weights({"a": np.ones(2)})
     with pytest.raises(EngineDeadError, match="Only some replicas took the weights"):
+        llm.generate([[2, 3]], PARAMS, use_tqdm=False)
+
+
+def test_an_engine_of_which_some_replicas_cannot_get_the_weights_either_way_serves_no_more(llm, cuda, monkeypatch):
+    real, number = engine_process.opened, itertools.count()
+
+    @contextmanager
+    def opened(message):
+        if next(number):
+            raise MemoryNotSharedError("it does not see it")
+        with real(message) as views:
+            yield views
+
+    monkeypatch.setattr(engine_process, "opened", opened)
+    monkeypatch.setattr(weight_delivery, "SharedWeights", Mock(side_effect=OSError("no space left")))
+    with pytest.raises(OSError, match="no space left"):
+        llm.update_weights(on_device(cuda, {"a": np.ones(3, np.float32)}))
+    with pytest.raises(EngineDeadError, match=r"Only some replicas took the weights \(no space left"):
         llm.generate([[2, 3]], PARAMS, use_tqdm=False)
 
 

@@ -52,6 +52,7 @@ class FakeCuda:
         self.handles: dict[int, int] = {}  # descriptors
         self.num_current = 0
         self.calls: list[str] = []
+        self.peers = {0: True}  # by ordinal: whether it reads memory of device 0, which is the one with memory
         self._allocations: dict[int, tuple[int, int, bool]] = {}  # bytes, descriptor, by cuMemCreate
         self._next = 1
         self._lock = threading.Lock()
@@ -89,9 +90,16 @@ class FakeCuda:
 
     def _cuInit(self, flags: int) -> None: ...
 
+    def _cuDeviceGetCount(self, count: Any) -> None:
+        count.value = len(self.peers)
+
     def _cuDeviceGet(self, device: Any, ordinal: int) -> int | None:
         device.value = ordinal
-        return None if ordinal == 0 else INVALID_VALUE
+        return None if ordinal in self.peers else INVALID_VALUE
+
+    def _cuDeviceCanAccessPeer(self, can: Any, device: Any, peer: Any) -> int | None:
+        can.value = self.peers[device.value]
+        return None if device.value != peer.value == 0 else INVALID_VALUE
 
     def _cuDeviceGetUuid_v2(self, uuid: Any, device: Any) -> None:
         uuid.raw = self.uuid
@@ -128,6 +136,7 @@ class FakeCuda:
     def _cuMemExportToShareableHandle(self, fd: Any, handle: Any, kind: Any, flags: Any) -> None:
         assert (kind.value, flags.value) == (1, 0)
         fd.value = os.dup(self.handles[handle.value])
+        os.set_inheritable(fd.value, True)  # as far as anybody knows
 
     def _cuMemRelease(self, handle: Any) -> None:
         os.close(self.handles.pop(handle.value))
@@ -182,7 +191,9 @@ class FakeCuda:
         _libc.mmap(base.value, size.value, _PROT_NONE, kind, -1, 0)
 
     def _cuMemSetAccess(self, base: Any, size: Any, access: Any, count: Any) -> None:
-        assert (access.location_type, access.location_id, access.flags, count.value) == (1, 0, 1, 1)
+        found = [(one.location_type, one.location_id, one.flags) for one in access]
+        assert found == [(1, ordinal, 1) for ordinal, can in self.peers.items() if can]
+        assert count.value == len(found)
         _libc.mprotect(base.value, size.value, mmap.PROT_READ)
 
     def _new(self, fd: int) -> int:
