@@ -55,7 +55,13 @@ def test_a_call_that_fails_is_named_and_leaves_nothing_behind(drivers, created):
     exported = exporting.export(address)
     if created:
         exports = "cuMemExportToShareableHandle"
-        opens = "cuMemImportFromShareableHandle cuMemAddressReserve cuMemMap cuDeviceGetCount cuMemSetAccess".split()
+        opens = [
+            "cuMemImportFromShareableHandle",
+            "cuMemAddressReserve",
+            "cuMemMap",
+            "cuDeviceGetCount",
+            "cuMemSetAccess",
+        ]
     else:
         exports, opens = "cuIpcGetMemHandle", ["cuIpcOpenMemHandle_v2"]
     for name in ("cuCtxPushCurrent_v2", *opens):
