@@ -29,15 +29,15 @@ TestMappedMachine = MappedMachine.TestCase
 TestMappedMachine.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
 
 
-@pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize(
-    ("policy", "mode", "groups", "tokens_per_row"),
+    ("policy", "mode", "groups", "tokens_per_row", "depth"),
     [
-        ("fcfs", "auto", "full", 1),
-        ("priority", "swap", "full", 1),
-        ("priority", "recompute", "full", 4),
-        ("priority", "swap", "full and window", 2),
-        ("fcfs", "recompute", "windows and full", 1),
+        ("fcfs", "auto", "full", 1, 0),
+        ("priority", "swap", "full", 1, 2),
+        ("priority", "recompute", "full", 4, 0),
+        ("priority", "recompute", "full", 1, 2),
+        ("priority", "swap", "full and window", 2, 2),
+        ("fcfs", "recompute", "windows and full", 1, 0),
     ],
 )
 def test_hundreds_of_requests_find_their_own_pages_and_none_leaks(policy, mode, groups, tokens_per_row, depth):
