@@ -30,9 +30,7 @@ ROWS = 4
 """Rows of the smaller of two decode programs, which is one call."""
 SIZES: dict[str, Any] = {"decode_buckets": (ROWS, 32), "token_buckets": (128,)}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "shared": ("llama-gqa-d64-tied", {"shared_prefix_attention": True}),
-    "invariant": ("llama-biases", {"batch_invariant": True}),
-    "experts": ("qwen3-moe-some-layers", {"expert_load": True}),
+    "experts": ("qwen3-moe", {"expert_load": True, "shared_prefix_attention": True}),
     "recurrent": ("qwen3.5", {"state_snapshot_tokens": 4, "num_state_snapshots": 16}),
 }
 
