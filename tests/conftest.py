@@ -1,6 +1,7 @@
 """Shared by all tests: the CPU as the device, programs that compile quickly, one compilation cache for all workers,
 bytecode that is kept, few collections of garbage, memory that is given back, and Ctrl-C that is heard.
 
+With `JPAGED_TESTS_SECONDS` tests that are not fast are skipped when the time is over.
 `--fast` leaves only the tests named in `FAST`, without those marked `long`, and fails those that compile a program.
 """
 
@@ -11,6 +12,7 @@ import resource
 import signal
 import sys
 import tempfile
+import time
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -82,6 +84,10 @@ FAST = (
 )
 """Files and directories of tests that compile nothing and load no model: control plane, protocol, text and API."""
 
+SECONDS = "JPAGED_TESTS_SECONDS"
+"""An environment variable. So many seconds after the start the tests that are not fast are skipped."""
+
+_begun = time.monotonic()
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
@@ -118,6 +124,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.hookimpl(tryfirst=True)  # before a fixture is made
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    seconds = os.environ.get(SECONDS)
+    if seconds and time.monotonic() - _begun > float(seconds) and not _is_fast(item.path):
+        pytest.skip(f"no time left: {SECONDS}={seconds}")
 
 
 def pytest_collection_finish() -> None:

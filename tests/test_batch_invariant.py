@@ -50,7 +50,7 @@ def expected(engine) -> dict[int, Found]:
 def test_bits_do_not_depend_on_what_is_computed_beside_a_token(engine, expected):
     texts = SIZES.prompts()
     assert all(np.isfinite(found.logprobs).all() for found in expected.values())
-    assert [compare(engine, SIZES, texts, expected, seed) for seed in range(4)] == [[]] * 4
+    assert [compare(engine, SIZES, texts, expected, seed) for seed in range(2)] == [[]] * 2
 
 
 def test_a_trainer_computes_the_bits_that_the_engine_sampled_by(engine, expected):
