@@ -28,6 +28,8 @@ from jpaged.api.errors import (
     UnsupportedParameterError,
 )
 from jpaged.assets import demo_model_path
+from jpaged.frontend import llm_engine
+from jpaged.processes import replicas
 from tests.tiny_models import DEMO_ENGINE, MAX_LENGTH, TINY_ENGINE, VOCAB_SIZE, tiny_model, write_tiny_model
 
 pytestmark = pytest.mark.xdist_group("llm")  # one worker, which compiles once
@@ -82,6 +84,17 @@ def test_what_ends_a_text_is_said_by_the_generation_config_then_by_the_model_the
     assert LLMEngine(args, startup).eos_token_ids == ()
     with_tokenizer = replace(args, skip_tokenizer_init=False, tokenizer=str(demo_model_path()))
     assert LLMEngine(with_tokenizer, startup).eos_token_ids == (2,)
+    of_clients = LLMEngine(with_tokenizer, startup, with_tokenizer=False)  # as engine processes have it
+    assert (of_clients.tokenizer, of_clients.eos_token_ids) == (None, (2,))
+
+
+def test_a_generation_config_that_is_not_there_is_named_before_anything_starts(options, tmp_path, monkeypatch):
+    monkeypatch.setattr(llm_engine, "_start", None)
+    monkeypatch.setattr(replicas, "EngineProcesses", None)
+    args = EngineArgs(**options, generation_config=str(tmp_path / "absent"))
+    for start in (lambda: LLMEngine(args), lambda: replicas.ReplicatedEngine(replace(args, data_parallel_size=2))):
+        with pytest.raises(InvalidParameterError, match=r"absent' is no directory that has a generation_config"):
+            start()
 
 
 def prompts_of(count: int, seed: int = 0) -> list[list[int]]:

@@ -8,6 +8,7 @@ import pytest
 from jpaged import LLM, EngineArgs, LLMEngine, SamplingParams
 from jpaged.api.errors import InvalidParameterError, OutOfMemoryError
 from jpaged.executor.start.weights import CheckpointReader
+from jpaged.executor.step import bundles
 from tests import test_generation, test_pressure
 from tests.test_generation import assert_greedy, mixed_prompts, run
 from tests.tiny_models import TINY_ENGINE, tiny_model, tiny_models, torch_model, write_tiny_model
@@ -168,11 +169,13 @@ def test_an_engine_for_whose_weights_there_is_no_room_sleeps_on(model, monkeypat
 
     with LLM(model, **PRESSURE, num_gpu_blocks_override=512) as llm:
         assert llm.sleep(2)
-        with monkeypatch.context() as patch:
-            patch.setattr(CheckpointReader, "__call__", no_room)
-            with pytest.raises(OutOfMemoryError, match=r"no room for the weights of .* and the KV pool of"):
-                llm.wake_up()
-        assert llm.engine.is_asleep
+        for owner, name in ((CheckpointReader, "__call__"), (bundles, "_bundle")):
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, no_room)
+                with pytest.raises(OutOfMemoryError, match=r"no room for the weights of .* and the KV pool of"):
+                    llm.wake_up()
+            assert llm.engine.is_asleep
+            assert llm.engine.startup.runner.weights is None
         llm.wake_up()
         assert llm.generate([{"prompt_token_ids": [5, 6, 7]}], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
 

@@ -69,8 +69,8 @@ class EngineArgs(SchedulingOptions):
         tokenizer: the same for the tokenizer; the model's own by default.
         revision: the model's branch, tag or commit on the hub.
         generation_config: whose generation_config.json says how to sample where a request does not, and what ends a
-            text. "auto": the model's. "vllm": the model's, for what ends a text alone. Else a directory that has one.
-            Name and values as in vLLM.
+            text. "auto": the model's. "vllm": the model's says what ends a text, none how to sample. Otherwise a
+            directory that has one. Name and values as in vLLM.
         dtype: of weights, activations and KV pool; "auto" takes the checkpoint's (float32 on a CPU, whose
             arithmetic in 16 bits is slow). "half" is float16 and "float" float32.
         max_model_len: longest sequence, prompt and output, in tokens; by default what model and pool allow.

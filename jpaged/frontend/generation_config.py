@@ -32,13 +32,18 @@ class GenerationConfig:
         if choice == "auto":
             return cls.load(directory)
         if choice == "vllm":
-            return cls(cls.load(directory).eos_token_ids)
-        if not (Path(choice) / "generation_config.json").is_file():
+            return cls(_token_ids(directory, _read(directory)))  # whatever it says of sampling, right or wrong
+        try:
+            own = Path(choice).expanduser()
+            exists = _file(own).is_file()
+        except (OSError, RuntimeError):  # too long a name; ~ of a user that does not exist
+            exists = False
+        if not exists:
             raise InvalidParameterError(
                 f"generation_config={shown(choice)} is no directory that has a generation_config.json; give one, 'auto'"
                 " for the model's own, or 'vllm' for none."
             )
-        return cls.load(choice)
+        return cls.load(own)
 
     @classmethod
     def load(cls, directory: str | Path) -> "GenerationConfig":
@@ -50,15 +55,7 @@ class GenerationConfig:
         Raises:
             CheckpointError: the file is not JSON, or holds a value that cannot be.
         """
-        path = Path(directory) / "generation_config.json"
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError):
-            return cls()
-        except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} cannot be read ({error}); fetch it anew, or delete it.") from error
-        if not isinstance(config, dict):
-            raise CheckpointError(f"{path} must hold a JSON object, got {type(config).__name__}; fetch it anew.")
+        config = _read(directory)
         sampling = {key: config[key] for key in _SAMPLING_KEYS if config.get(key) is not None}
         if config.get("max_new_tokens") is not None:
             sampling["max_tokens"] = config["max_new_tokens"]
@@ -67,17 +64,40 @@ class GenerationConfig:
         try:
             SamplingParams(**sampling)
         except InvalidParameterError as error:
-            raise CheckpointError(f"{path}: {error} Correct the file, or delete it.") from error
-        return cls(_token_ids(path, config.get("eos_token_id")), sampling)
+            raise CheckpointError(
+                f"{_file(directory)}: {error} Correct the file, or leave it out with generation_config='vllm'."
+            ) from error
+        return cls(_token_ids(directory, config), sampling)
 
     def sampling_params(self, **overrides: Any) -> SamplingParams:
         """The model's default sampling parameters, with `overrides` in their place where given."""
         return SamplingParams(**{**self.sampling, **overrides})
 
 
-def _token_ids(path: Path, value: Any) -> tuple[int, ...]:
+def _file(directory: str | Path) -> Path:
+    return Path(directory) / "generation_config.json"
+
+
+def _read(directory: str | Path) -> dict[str, Any]:
+    """The file's contents; empty if there is none. Raises CheckpointError if it holds no JSON object."""
+    path = _file(directory)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); fetch it anew, or delete it.") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(config).__name__}; fetch it anew.")
+    return config
+
+
+def _token_ids(directory: str | Path, config: dict[str, Any]) -> tuple[int, ...]:
+    value = config.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int):
-            raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them, got {value!r}.")
+            raise CheckpointError(
+                f"{_file(directory)}: eos_token_id must be a token id or a list of them, got {value!r}."
+            )
     return tuple(token for token in ids if token >= 0)

@@ -72,6 +72,8 @@ class LLMEngine(RequestIntake):
             when another has run since, and its requests, if it left some unfinished, are lost.
         weights: instead of those of a checkpoint, as `update_weights` takes them; the model's directory then needs a
             config.json only.
+        with_tokenizer: False takes and gives token ids only, as args.skip_tokenizer_init does, for a caller that has
+            the tokenizer. Its end-of-sequence token still ends texts where the model names none.
 
     Attributes:
         max_model_len: the longest a sequence may grow, prompt and output, in tokens.
@@ -83,7 +85,14 @@ class LLMEngine(RequestIntake):
         InvalidParameterError: max_model_len exceeds what the model can do.
     """
 
-    def __init__(self, args: EngineArgs, startup: Startup | None = None, *, weights: Any = None) -> None:
+    def __init__(
+        self,
+        args: EngineArgs,
+        startup: Startup | None = None,
+        *,
+        weights: Any = None,
+        with_tokenizer: bool = True,
+    ) -> None:
         if args.data_parallel_size != 1:
             raise InvalidParameterError(
                 f"LLMEngine is one replica, got data_parallel_size={args.data_parallel_size}; use LLM, or"
@@ -94,15 +103,14 @@ class LLMEngine(RequestIntake):
         self.args = args
         if startup is not None and weights is not None:
             raise InvalidParameterError("startup has weights already; leave weights out, and call update_weights.")
+        generation = GenerationConfig.chosen(args.generation_config, directory)  # before anything that takes long
+        self.default_sampling_params = generation.sampling_params()
         self.startup = _start(args, directory, weights) if startup is None else _same_start(args, startup)
         self.tokenizer = None
-        if not args.skip_tokenizer_init:
-            self.tokenizer = Tokenizer.load(args.tokenizer or directory)
-            set_objects_apart()
-        generation = GenerationConfig.chosen(args.generation_config, directory)
-        self.default_sampling_params = generation.sampling_params()
+        if with_tokenizer and not args.skip_tokenizer_init:
+            self.tokenizer = self._load_tokenizer(directory)
         config, model = self.startup.config, self.startup.model.config
-        self._eos_token_ids = self._ends(generation)
+        self._eos_token_ids = self._ends(generation, directory)
         chunk_bytes = SWAP_CHUNK_BLOCKS * self.startup.memory.block * args.tensor_parallel_size
         scheduler_config = SchedulerConfig(
             block_size=config.block_size,
@@ -383,12 +391,21 @@ class LLMEngine(RequestIntake):
             self._core.close()
         self._closed = True
 
-    def _ends(self, generation: GenerationConfig) -> tuple[int, ...]:
-        """The end-of-sequence tokens: of the generation config, else of config.json, else of the tokenizer."""
+    def _ends(self, generation: GenerationConfig, directory: Path) -> tuple[int, ...]:
+        """The end-of-sequence tokens: of the generation config, else of the model, else of the tokenizer, which is
+        loaded for that if need be.
+        """
         model = self.startup.model.config
         named = tuple(token for token in generation.eos_token_ids if token < model.vocab_size) or model.eos_token_ids
-        own = None if self.tokenizer is None else self.tokenizer.eos_token_id
-        return named if named or own is None or own >= model.vocab_size else (own,)
+        if named or self.args.skip_tokenizer_init:
+            return named
+        own = (self.tokenizer or self._load_tokenizer(directory)).eos_token_id
+        return () if own is None or own >= model.vocab_size else (own,)
+
+    def _load_tokenizer(self, directory: Path) -> Tokenizer:
+        tokenizer = Tokenizer.load(self.args.tokenizer or directory)
+        set_objects_apart()
+        return tokenizer
 
     def _grammar_tokenizer(self, directory: Path) -> Callable[[], GrammarTokenizer]:
         """Gives the tokenizer for constraints, when it is first asked for."""

@@ -163,7 +163,8 @@ class ModelConfig:
                         f"{path / 'generation_config.json'}: eos_token_id must be a token id or a list of them, got"
                         f" {shown(eos)}."
                     )
-                config["eos_token_id"] = eos
+                if named := [token for token in ids if token >= 0]:  # -1 leaves it to config.json
+                    config["eos_token_id"] = named
         if not (config.get("dtype") or config.get("torch_dtype")):
             config["torch_dtype"] = _stored_dtype(path)
         if not config.get("quantization_config") and (path / "hf_quant_config.json").is_file():  # ModelOpt's

@@ -277,9 +277,7 @@ def serve(sockets: Sequence[socket.socket], pulse: Pulse, control: socket.socket
     try:
         check_one_host(start.args)
         args = replace(start.args, data_parallel_size=1)  # other replicas have processes of their own
-        if start.reports == "steps":
-            args = replace(args, skip_tokenizer_init=True)  # text is the clients' business
-        engine = LLMEngine(args)
+        engine = LLMEngine(args, with_tokenizer=start.reports != "steps")  # else text is the clients' business
         if engine.startup.on_first_use is not None:
             engine.startup.on_first_use.before = pulse.rest  # to compile takes long
     except Exception as error:  # JAX and the operating system have many; whoever started this is told

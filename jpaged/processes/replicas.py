@@ -107,6 +107,8 @@ class ReplicatedEngine(RequestIntake):
 
     def __init__(self, args: EngineArgs) -> None:
         directory = model_directory(args)
+        generation = GenerationConfig.chosen(args.generation_config, directory)  # before processes start
+        self.default_sampling_params = generation.sampling_params()
         self.args = args
         self.num_replicas = args.data_parallel_size
         self.tokenizer = None
@@ -134,8 +136,6 @@ class ReplicatedEngine(RequestIntake):
             if not args.skip_tokenizer_init:
                 self.tokenizer = Tokenizer.load(args.tokenizer or directory)
                 set_objects_apart()
-            generation = GenerationConfig.chosen(args.generation_config, directory)
-            self.default_sampling_params = generation.sampling_params()
             ready = [self._wait_until_ready(replica) for replica in self._replicas]
         except BaseException:
             self.close()

@@ -110,6 +110,8 @@ def test_generation_config_says_what_ends_a_text(tmp_path: Path) -> None:
     assert ModelConfig.from_directory(tmp_path).eos_token_ids == (7, 9)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, -1]}))
     assert ModelConfig.from_directory(tmp_path).eos_token_ids == (7,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": -1}))
+    assert ModelConfig.from_directory(tmp_path).eos_token_ids == (2,)
 
 
 @pytest.mark.parametrize(
@@ -238,6 +240,13 @@ def test_a_number_that_is_left_out_is_said_to_be_the_default_of_its_family() -> 
 def test_a_damaged_entry_of_another_family_is_blamed_by_name(case: str, changes: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError, match=named):
         ModelConfig.from_dict(tiny_model(case).config | changes)
+
+
+@pytest.mark.parametrize("said", ["global", [["global", 2]], [[["local"], "2"]], [[["global"], 10**12]]])
+def test_a_damaged_list_of_gpt_neos_kinds_of_layers_is_blamed_by_name(said: object) -> None:
+    sizes = {"vocab_size": 96, "hidden_size": 32, "num_layers": 2, "num_heads": 2}
+    with pytest.raises(CheckpointError, match="attention_types must give 'global' or 'local' for 2 layers"):
+        ModelConfig.from_dict({"architectures": ["GPTNeoForCausalLM"], "attention_types": said} | sizes)
 
 
 def test_the_text_part_of_a_multimodal_gemma_3_is_read_with_what_its_config_leaves_out() -> None:

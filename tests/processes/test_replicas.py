@@ -199,7 +199,7 @@ def ended(monkeypatch) -> Iterator[list[int]]:
 
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setattr(launch, "_start", start)
-    monkeypatch.setattr(engine_process, "LLMEngine", lambda args: threading.current_thread().engine)  # type: ignore[attr-defined]
+    monkeypatch.setattr(engine_process, "LLMEngine", lambda args, **_: threading.current_thread().engine)  # type: ignore[attr-defined]
     yield codes
     wait_until(lambda: len(codes) == len(started))
 

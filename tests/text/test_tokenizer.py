@@ -310,7 +310,7 @@ class TestGenerationConfig:
         assert loaded.eos_token_ids == (7,)
         assert loaded.sampling_params() == SamplingParams(top_k=0, min_p=0.05, repetition_penalty=1.05)
 
-    def test_it_is_the_model_s_or_of_another_directory_or_says_nothing_of_sampling(self, tmp_path):
+    def test_it_is_the_models_or_of_another_directory_or_says_nothing_of_sampling(self, tmp_path, monkeypatch):
         model, other = (tmp_path / name for name in ("model", "other"))
         for directory, token, temperature in ((model, 7, 0.6), (other, 9, 0.2)):
             directory.mkdir()
@@ -318,8 +318,13 @@ class TestGenerationConfig:
         assert GenerationConfig.chosen("auto", model) == GenerationConfig((7,), {"temperature": 0.6})
         assert GenerationConfig.chosen("vllm", model) == GenerationConfig((7,))
         assert GenerationConfig.chosen(str(other), model) == GenerationConfig((9,), {"temperature": 0.2})
-        with pytest.raises(InvalidParameterError, match=r"generation_config='.*absent' is no directory"):
-            GenerationConfig.chosen(str(tmp_path / "absent"), model)
+        self.write(model, {"eos_token_id": 7, "temperature": -1})
+        assert GenerationConfig.chosen("vllm", model) == GenerationConfig((7,))
+        monkeypatch.setenv("HOME", str(tmp_path))
+        assert GenerationConfig.chosen("~/other", model) == GenerationConfig((9,), {"temperature": 0.2})
+        for absent in (str(tmp_path / "absent"), "~nobody/absent", "a" * 9999):
+            with pytest.raises(InvalidParameterError, match=r"^generation_config='.* is no directory"):
+                GenerationConfig.chosen(absent, model)
 
     @pytest.mark.parametrize(
         ("config", "said"),

@@ -140,12 +140,12 @@ class Startup:
                 pools = empty_pools(self.setup, self.mesh) if self.runner.memory is None else None
                 states = empty_states(self.setup, self.mesh)
                 jax.block_until_ready((weights, pools, states))
+                self.runner.wake_up(self._num_backed, pools, states, weights)
             except jax.errors.JaxRuntimeError as error:
                 wanted = f"the KV pool of {_size(self.memory.pool)}"
                 if self.asleep == 2:
                     wanted = f"the weights of {_size(self.memory.weights)} and {wanted}"
                 raise OutOfMemoryError(f"There is no room for {wanted}; let others give memory back.") from error
-            self.runner.wake_up(self._num_backed, pools, states, weights)
         self.asleep, self._given_before = 0, None
 
     def check_weights(self, weights: Any, *, partial: bool = False) -> Update:

@@ -183,15 +183,16 @@ class Runner:
 
         Raises:
             OutOfMemoryError: the device has not the memory for the virtual layout's pages.
+            JaxRuntimeError: nor for bundles of weights. Either way the runner is as it was.
         """
+        woken = {} if weights is None else held_weights(self._setup, weights)
         if self.memory is not None:
             self.memory.back_first(num_blocks)
         if pools is not None:
-            self._held["pools"] = pools
+            woken["pools"] = pools
         if states:
-            self._held["recurrent"] = states
-        if weights is not None:
-            self._held |= held_weights(self._setup, weights)
+            woken["recurrent"] = states
+        self._held |= woken
 
     def update_weights(self, change: Callable[[Weights], Weights], start: Weights | None = None) -> None:
         """Lets `change` make the weights anew, which it may donate. Steps that were dispatched had the old ones.

@@ -201,7 +201,7 @@ def _local_layers(read: ConfigReader, num_layers: int) -> tuple[bool, ...]:
     said = read.config.get("attention_types")
     said = [[["global", "local"], 12]] if said is None else said
     try:
-        kinds = [kind for kinds, times in said for _ in range(times) for kind in kinds]
+        kinds = [kind for kinds, times in said for kind in list(kinds) * min(times, num_layers + 1)]
     except (TypeError, ValueError):
         kinds = []
     if len(kinds) != num_layers or any(kind not in ("global", "local") for kind in kinds):
