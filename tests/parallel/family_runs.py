@@ -43,7 +43,6 @@ UNSPLIT |= {
     "granite4-h-small",
     "bamba",
     "nemotron3-nano-style",
-    "trinity-style",
 }
 """Models that are split over devices as another of their family is, and run on one alone."""
 
@@ -51,7 +50,7 @@ FOUR_ONLY = {"qwen3.5", "gemma3", "olmo3", "granite4-rope", "granite4-h-all-opti
 FOUR_ONLY |= {"falcon-40b-style", "falcon-rw-style", "pythia", "gptj", "bloom", "mpt"}
 FOUR_ONLY |= {"olmo2", "exaone4-32b-style", "granite", "granite4-h-micro", "lfm2-1.2b-style", "nemotron-h-8b-style"}
 FOUR_ONLY |= {"glm4", "command-r-plus", "stablelm-12b-style", "starcoder2", "smollm3", "hunyuan-a13b-style"}
-FOUR_ONLY |= {"minimax-m2", "glm4.5-style", "ernie4.5-moe"}
+FOUR_ONLY |= {"trinity-style", "minimax-m2", "glm4.5-style", "ernie4.5-moe"}
 """Models that are split over four devices and, without `ALL_DEGREES`, not over two: another of their family or of their
 blocks is, or two differ from four in nothing, since no key-value head is stored more than once."""
 
