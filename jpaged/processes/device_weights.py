@@ -27,7 +27,7 @@ class DeviceWeights:
     weights: names to arrays of JAX, nested or flat, as `flat_weights` takes them. Waits until they are computed.
 
     Attributes:
-        descriptors, allocations, arrays: for `wire.UpdateWeightsOnDevice`.
+        address, allocations, arrays: for `wire.UpdateWeightsOnDevice`.
         seconds: "ready" until the arrays were computed, "export" since.
 
     Raises:
@@ -60,7 +60,7 @@ class DeviceWeights:
         except BaseException:
             self.close()
             raise
-        self.descriptors = server.address
+        self.address = server.address
         self.seconds = {"ready": computed - begun, "export": time.perf_counter() - computed}
 
     def close(self) -> None:

@@ -55,17 +55,18 @@ def _map(
     message: UpdateWeightsOnDevice, devices: dict[bytes, tuple[jax.Device, SharedMemoryDevice]], stack: ExitStack
 ) -> list[int]:
     """Where the allocations begin here, until the stack is closed."""
+    num_created = sum(one.handle is None for one in message.allocations)
     with ExitStack() as descriptors:
         fds: list[int] = []
-        if any(one.handle is None for one in message.allocations):
+        if num_created:
             try:
-                fds = take_descriptors(message.descriptors)
+                fds = take_descriptors(message.address)
             except OSError as error:
                 raise MemoryNotSharedError(f"no descriptors can be had: {error}") from error
             for fd in fds:
                 descriptors.callback(os.close, fd)
-        if len(fds) != sum(one.handle is None for one in message.allocations):
-            raise MemoryNotSharedError(f"{len(fds)} descriptors have come, of another number of allocations")
+        if len(fds) != num_created:
+            raise MemoryNotSharedError(f"{len(fds)} descriptors have come, {num_created} allocations need one")
         bases, left = [], iter(fds)
         for one in message.allocations:
             if one.device not in devices:

@@ -55,7 +55,7 @@ class WeightDelivery:
             return self._through_host()
         found = self._on_device
         return wire.UpdateWeightsOnDevice(
-            found.descriptors, found.allocations, found.arrays, self._partial, self._in_flight
+            found.address, found.allocations, found.arrays, self._partial, self._in_flight
         )
 
     def again(self, unreachable: wire.Unreachable) -> wire.UpdateWeights:

@@ -251,11 +251,11 @@ class DeviceArray(_Message):
 
 
 class UpdateWeightsOnDevice(_Message):
-    """Answered as UpdateWeights; or by Unreachable. The arrays stay where they are until the answer. descriptors: the
-    address at which `take_descriptors` gets those of allocations, in their order.
+    """Answered as UpdateWeights; or by Unreachable. The arrays stay where they are until the answer. address: where
+    `take_descriptors` gets the descriptors of allocations, in their order.
     """
 
-    descriptors: str
+    address: str
     allocations: list[Allocation]
     arrays: list[DeviceArray]
     partial: bool

@@ -32,7 +32,7 @@ def other() -> FakeCuda:
 
 def message(weights: DeviceWeights) -> wire.UpdateWeightsOnDevice:
     """As it arrives."""
-    sent = wire.UpdateWeightsOnDevice(weights.descriptors, weights.allocations, weights.arrays, False, "recompute")
+    sent = wire.UpdateWeightsOnDevice(weights.address, weights.allocations, weights.arrays, False, "recompute")
     [call] = wire.FrameReader(wire.ToEngine).feed(wire.frame(wire.Call(1, sent)))
     return call.question
 
@@ -153,7 +153,7 @@ def test_memory_of_arrays_that_are_donated_meanwhile_stays_until_nobody_reads_it
 def test_weights_that_nobody_has_any_more_are_let_go_of(cuda):
     arrays = on_device(cuda, {"a": np.ones(3, np.float32)})
     before = len(os.listdir("/proc/self/fd"))
-    address = DeviceWeights(arrays).descriptors
+    address = DeviceWeights(arrays).address
     assert len(os.listdir("/proc/self/fd")) == before
     with pytest.raises(OSError, match="refused"):
         take_descriptors(address)

@@ -94,9 +94,9 @@ class _Body(StepProgram):
     def body(
         self, setup: Setup, *, large: Sequence[Array], small: Sequence[Array], **arrays: Any
     ) -> tuple[dict[str, object], tuple[Any, ...]]:
-        return self.forward(setup, weights=setup.bundles.taken_apart(large, small), **arrays)
+        return self.with_weights(setup, weights=setup.bundles.taken_apart(large, small), **arrays)
 
-    def forward(
+    def with_weights(
         self,
         setup: Setup,
         *,
@@ -108,7 +108,7 @@ class _Body(StepProgram):
         exchange: ExchangeState | None = None,
         expert_tokens: Array | None = None,
     ) -> tuple[dict[str, object], tuple[Any, ...]]:
-        """What `body` does, given the model's weights."""
+        """What `body` does, given the model's weights as models take them."""
         host = self.layout(setup).unpack(packed)
         state = state._replace(block_tables=append_blocks(state.block_tables, host["table_updates"]))
         of = self.forward_pass(setup, pools, state, host)

@@ -71,7 +71,7 @@ class DecodeAndSample(StepProgram):
     ) -> tuple[dict[str, object], SampleResult]:
         """arrays: what the body takes beside the weights. earlier: as of `Sample`."""
         weights = setup.bundles.taken_apart(large, small)
-        updated, (hidden, rows) = self._body.forward(setup, weights=weights, **arrays)
+        updated, (hidden, rows) = self._body.with_weights(setup, weights=weights, **arrays)
         # The head reads what the body has left in memory, as `Sample` does. Without the barrier XLA fuses it with the
         # norm before it, which rounds hidden states less, so tokens could differ; and it copies slots before their
         # update.
