@@ -113,8 +113,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--generation-config",
         metavar="auto|vllm|DIR",
-        help="whose generation_config.json says how to sample by default: the model's, none's, or that of a directory"
-        " (default: auto)",
+        help="whose generation_config.json says how to sample where a request does not: the model's (auto),"
+        " none's (vllm) or that of a directory (default: auto)",
     )
     for flag, kind, metavar, what in _ENGINE_OPTIONS:
         default = EngineArgs.__dataclass_fields__[flag[2:].replace("-", "_")].default
