@@ -175,6 +175,9 @@ class HttpConnection(HttpToolsProtocol):
             # RFC 9112, 3.2. With two Host headers, a proxy may have checked a different one than we use.
             self._refusal = ApiError(400, f"The request has {num_hosts} Host headers; send one.")
             raise self._refusal
+        if self._codings() not in ([], [b"chunked"]):  # RFC 9112, 6.1
+            self._refusal = ApiError(501, "Of transfer codings, only chunked is understood: send the body as it is.")
+            raise self._refusal
         super().on_headers_complete()
         if self.parser.get_http_version() < "1.1":
             _end_with_connection(self.cycle)
@@ -192,6 +195,11 @@ class HttpConnection(HttpToolsProtocol):
     def timeout_keep_alive_handler(self) -> None:
         # What has come but was not read yet, since the loop is busy, is read before the connection is closed.
         self.timeout_keep_alive_task = self.loop.call_later(_UNREAD_S, super().timeout_keep_alive_handler)
+
+    def _codings(self) -> list[bytes]:
+        """What Transfer-Encoding says of the request's body, in small letters."""
+        values = [value for name, value in self.headers if name == b"transfer-encoding"]
+        return [coding.strip().lower() for value in values for coding in value.split(b",")]
 
     @property
     def _is_answering(self) -> bool:

@@ -176,6 +176,15 @@ def test_what_is_not_http_is_a_400_in_the_form_of_all_errors(port, wrong):
     assert error["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("coding", [b"gzip, chunked", b"identity, chunked"])
+def test_a_transfer_coding_that_is_not_understood_is_a_501_and_the_body_not_read(port, coding):
+    head = b"POST /echo HTTP/1.1\r\nhost: a\r\ntransfer-encoding: %s\r\n\r\n"
+    answer = talk(port, head % coding + b"3\r\nabc\r\n0\r\n\r\n")
+    assert statuses(answer) == [501]
+    assert b"only chunked is understood" in answer
+    assert statuses(talk(port, head % b"Chunked" + b"3\r\nabc\r\n0\r\n\r\n")) == [200]
+
+
 def test_an_offer_of_another_protocol_is_passed_over_and_the_body_read(port):
     """As Java's client makes it, whole and in pieces, and on a connection that goes on."""
     first = request(b"/echo", b"first", OFFER)
