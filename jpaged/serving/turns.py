@@ -25,7 +25,7 @@ from jpaged.text.tokenizer import Tokenizer, check_messages
 from jpaged.text.turns.arguments import JSON
 from jpaged.text.turns.declarations import ReasoningFormat, Tool, ToolFormat
 from jpaged.text.turns.formats import GENERIC, REASONING_FORMATS, TOOL_FORMATS, format_of
-from jpaged.text.turns.generic import without_tools
+from jpaged.text.turns.generic import with_calls_as_text, without_tools
 from jpaged.text.turns.grammar import Reasons, TurnRules, turn_grammar
 from jpaged.text.turns.parser import TurnParser
 
@@ -266,11 +266,14 @@ def turn_of(
         messages = [_without_cut_arguments(message) for message in messages]
     may_call = bool(tools) and choice != "none"
     shown = given if may_call else []
-    tells = bool(shown) or any(message.get("role") == "tool" or "tool_calls" in message for message in messages)
+    has_calls = any("tool_calls" in message for message in messages)
+    tells = bool(shown) or has_calls or any(message.get("role") == "tool" for message in messages)
     template_tools: list[dict[str, Any]] | None = None
     if form is GENERIC and tells and not takes_variable(template, "tools"):
         messages = without_tools(check_messages(messages), shown)
     else:
+        if has_calls and form is not GENERIC and "tool_calls" not in template:  # LFM2's would leave them out
+            messages = with_calls_as_text(check_messages(messages), form)
         template_tools = shown or None
     if isinstance(choice, Tool):
         callable_tools, parallel = (choice,), False

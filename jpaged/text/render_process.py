@@ -7,12 +7,14 @@ operation such as 'x' * 10**10 cannot be interrupted. Here its memory is limited
 that is over, this process ends.
 """
 
+import json
 import resource
 import signal
 import socket
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import msgspec
 
@@ -46,16 +48,26 @@ def main() -> None:
 def _answer(request: Request, render) -> Answer:  # type: ignore[no-untyped-def]  # transformers' own
     from jinja2 import TemplateError
 
-    try:
+    def rendered(messages: list[dict[str, Any]]) -> str:
         texts, _ = render(
-            conversations=[request.messages],
+            conversations=[messages],
             chat_template=request.template,
             tools=request.tools,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
             **request.variables,
         )
-        text = texts[0]
+        return texts[0]
+
+    try:
+        try:
+            text = rendered(request.messages)
+        except TypeError:
+            # Templates want the arguments of calls as dictionaries; a few, such as DeepSeek V3's, join them to text.
+            with_json = [_with_json_arguments(message) for message in request.messages]
+            if with_json == request.messages:
+                raise
+            text = rendered(with_json)
         if len(text) > request.max_characters:
             return Answer("long", "")
         text.encode()  # a lone surrogate, which no message can carry
@@ -66,6 +78,19 @@ def _answer(request: Request, render) -> Answer:  # type: ignore[no-untyped-def]
         said = (str(error) or type(error).__name__)[:2000].encode(errors="replace").decode()
         is_own = type(error) is TemplateError  # by its `raise_exception`
         return Answer("refused" if is_own else "failed", said)
+
+
+def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose calls have their arguments as JSON."""
+    calls = message.get("tool_calls")
+    return message | {"tool_calls": [_with_json(call) for call in calls]} if isinstance(calls, list) else message
+
+
+def _with_json(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
+        return call
+    return call | {"function": function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
 def _address_space() -> int:

@@ -397,8 +397,9 @@ def cut_chats():
             "<tool_call><arg_key>",
         ),
         ("{{ messages[1].content }}", CUT),
+        ('{{ messages[1].content }}{{ tools }}<tool_call>{"name": ', f'"arguments": {CUT}'),
     ],
-    ids=["JSON", "one by one", "no tools"],
+    ids=["JSON", "one by one", "no tools", "no calls"],
 )
 def test_a_call_whose_arguments_were_cut_may_be_sent_back(chat, template, written):
     chat.chat_template = template

@@ -133,6 +133,17 @@ def test_what_a_template_gets_is_what_transformers_gives_it(model):
     assert ours == theirs
 
 
+def test_arguments_of_a_call_are_a_dictionary_and_json_for_a_template_that_joins_them_to_text(model):
+    call = {"function": {"name": "f", "arguments": {"a": "ü", "b": [True]}}}
+    messages = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    given = "{% set given = messages[1].tool_calls[0].function.arguments %}"
+    assert model.render_chat(messages, chat_template=given + "{{ given.b }}") == "[True]"
+    assert model.render_chat(messages, chat_template=given + "{{ 'x' + given }}") == 'x{"a": "ü", "b": [true]}'
+    for wrong, said in (("{{ 1 + given }}", "int"), ("{{ 'x' + 1 }}", "int"), ("{{ given.a + 1 }}", "str")):
+        with pytest.raises(InvalidParameterError, match=said):
+            model.render_chat(messages, chat_template=given + wrong)
+
+
 @pytest.mark.parametrize("value", [object(), 2**70])
 def test_a_variable_that_is_no_json_value_is_refused(model, value):
     with pytest.raises(InvalidParameterError, match="JSON values"):

@@ -19,7 +19,7 @@ from jpaged.text.tokenizer import Tokenizer
 from jpaged.text.turns.arguments import json_expression
 from jpaged.text.turns.declarations import Tool
 from jpaged.text.turns.formats import REASONING_FORMATS, TOOL_FORMATS, format_of
-from jpaged.text.turns.generic import without_tools
+from jpaged.text.turns.generic import with_calls_as_text, without_tools
 from jpaged.text.turns.grammar import TurnRules, control_tokens, turn_grammar
 from jpaged.text.turns.parser import TurnParser
 
@@ -89,6 +89,9 @@ def loaded(special):
         pieces += ["<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"]
         pieces += ["<|START_ACTION|>", "<|END_ACTION|>", "<|START_THINKING|>", "<|END_THINKING|>"]
         pieces += ["<|START_RESPONSE|>", "<|END_RESPONSE|>"]
+        pieces += ["<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>", "<|tools_prefix|>", "<escape>"]
+        pieces += ["<|tools_suffix|>", "<start_function_call>", "<end_function_call>", "<|inner_prefix|>"]
+        pieces += ["<|inner_suffix|>", "<|tool_call_start|>"]
         pieces += ["<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_call|>", "<minimax:tool_call>"]
         tokenizer.hf.add_special_tokens(
             {"additional_special_tokens": [AddedToken(piece, special=True, normalized=False) for piece in pieces[4:]]},
@@ -509,6 +512,14 @@ UNSUPPORTED = [
     ("qwen3_coder", {"properties": {"a>b": {}}}, "a>b"),
     ("qwen3_coder", {"properties": {"a": {"type": "string", "pattern": "b"}}}, "pattern cannot be enforced"),
     ("pythonic", {"properties": {}, "required": ["c"]}, "'c'"),
+    ("gemma4", {"properties": {"a": {"type": "string", "pattern": "b"}}}, "properties.a: pattern cannot be enforced"),
+    (
+        "gemma4",
+        {"properties": {"a": {"items": {"properties": {"b:": {}}}}}},
+        r"properties\.a\.items\.properties\.b:: a",
+    ),
+    ("gemma4", {"properties": {"a": {"$ref": "#/$defs/b"}}}, "'#/\\$defs/b', which is not there"),
+    ("gemma4", {"properties": {"a": {"enum": ['<|"|>']}}}, "no value that this model's format"),
 ]
 
 
@@ -542,6 +553,13 @@ TEMPLATES = [
     ("nemotron", "<TOOLCALL>[{}]</TOOLCALL>"),
     ("olmo3", "wrapped in <function_calls></function_calls> XML tags"),
     ("phi4_mini", 'formatted as functools[{"name": [function name], "arguments": [function arguments as JSON]}'),
+    ("gemma4", "{{- '<|tool_call>call:' + function['name'] + '{' -}}"),
+    ("functiongemma", "{{- '<start_function_call>call:' + function.name + '{' -}}"),
+    ("apertus", "{%- set tool_calls_token = '<|tools_prefix|>' -%}"),
+    ("hunyuan", '<tool_calls>[{"name": "func_name1", "arguments": {"argument1": "value1"}},...]</tool_calls>'),
+    ("lfm2", '{%- set said = said + "List of tools: <|tool_list_start|>[" -%}{{- "<|im_start|>system" }}'),
+    ("lfm2", '{%- set said = said + "List of tools: [" -%}{{- "<|im_start|>system" }}'),
+    ("xlam", '[{"name": "tool_call_name", "arguments": {"arg1": "value1", "arg2": "value2"}}, ...]'),
     (None, "{{ messages }}"),
 ]
 
@@ -659,7 +677,99 @@ def test_in_the_midst_of_a_channel_its_end_is_no_text_and_its_opening_is_not_ask
     assert accepts(model, harmony, "<|channel|>final<|message|> is 4.") is not marked
 
 
-@pytest.mark.parametrize("form", ["qwen3_coder", "glm45", "minimax_m2", "deepseek_v32", "pythonic"])
+NESTED = Tool(
+    "plan",
+    {
+        "type": "object",
+        "properties": {
+            "Way": {"$ref": "#/$defs/way"},
+            "at": {"type": "array", "items": {"type": ["number", "null"]}, "minItems": 1, "maxItems": 3},
+            "by": {"type": "object", "additionalProperties": {"type": "boolean"}},
+            "free": {},
+            "none": {"type": "object", "additionalProperties": False},
+            "one": {"anyOf": [{"enum": ["a", 2, None, [True]]}, {"const": {"k": "v"}}]},
+        },
+        "required": ["one", "at"],
+        "$defs": {
+            "way": {
+                "type": "object",
+                "properties": {"to": {"type": "string", "maxLength": 3}, "rest": {"$ref": "#/$defs/way"}},
+                "required": ["to"],
+            }
+        },
+    },
+)
+PLAN = {
+    "at": [-0.5, None],
+    "by": {"a.b": True, "Z": False},
+    "free": {"k": [{}, [], "x", -1e-7, True, None]},
+    "none": {},
+    "one": {"k": "v"},
+    "Way": {"to": "}<|", "rest": {"to": ",:]"}},
+}
+
+
+@pytest.mark.parametrize("name", ["gemma4", "functiongemma"])
+def test_values_between_braces_are_read_wherever_they_are_cut_and_keep_to_their_schema(name, model):
+    form, rng, num_read = FORMATS[name], np.random.default_rng(3), 0
+    rules = TurnRules(tools=(NESTED,), tool_format=form, calls="required")
+    text = form.render([(NESTED, PLAN)])
+    assert accepts(model, rules, text)
+    assert not accepts(model, rules, text.replace("-0.5,null", ""))
+    for at in range(len(text)):
+        _, content, found = read(TurnParser(form, (NESTED,)), [text[:at], text[at:]])
+        assert (content, values(found)) == ("", [("plan", PLAN)]), text[:at]
+    for _ in range(12):
+        text = sampled(model, rules, rng)
+        if text is None:
+            continue
+        for _, arguments in values(read(TurnParser(form, (NESTED,)), list(text))[2]):
+            jsonschema.validate(arguments, NESTED.parameters)
+            num_read += 1
+    assert num_read
+
+
+def test_arguments_between_braces_stand_in_the_order_of_the_chat_template():
+    form = FORMATS["gemma4"]
+    text = form.render([(NESTED, {"one": "x", "Way": {"to": "b"}, "at": [1]})])
+    assert text == '<|tool_call>call:plan{at:[1],one:<|"|>x<|"|>,Way:{to:<|"|>b<|"|>}}<tool_call|>'
+    assert values(read(TurnParser(form, (NESTED,)), [text.replace("at:[1]", '<|"|>at<|"|>:[None]')])[2]) == [
+        ("plan", {"at": [None], "one": "x", "Way": {"to": "b"}})
+    ]
+
+
+@pytest.mark.parametrize("wrong", ["at:[1", "at:1.", "at:yes", "at", "at:[1]]", "at:{1}", ",at:1", "at:1,"])
+def test_what_is_no_value_between_braces_is_no_call(wrong):
+    text = f"<|tool_call>call:plan{{{wrong}}}<tool_call|>"
+    parser = TurnParser(FORMATS["gemma4"], (NESTED,))
+    _, content, found = read(parser, [text, ""])
+    assert content or parser.is_inside_call
+    assert all(not arguments.endswith("}") for _, arguments in found)
+
+
+def test_an_lfm2_call_is_read_as_its_model_card_shows_it():
+    status = Tool("get_candidate_status", {"type": "object", "properties": {"candidate_id": {"type": "string"}}})
+    text = '<|tool_call_start|>[get_candidate_status(candidate_id="12345")]<|tool_call_end|>'
+    _, content, found = read(TurnParser(FORMATS["lfm2"], (status,)), list(text))
+    assert (content, values(found)) == ("", [("get_candidate_status", {"candidate_id": "12345"})])
+
+
+def test_a_template_that_prints_no_calls_gets_them_as_text():
+    calls = [{"function": {"name": "clock", "arguments": {"zone": "CET"}}}] * 2
+    messages = [
+        {"role": "user", "content": "When?"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": "noon"},
+    ]
+    said = '<|tool_call_start|>[clock(zone="CET"), clock(zone="CET")]<|tool_call_end|>'
+    assert with_calls_as_text(messages, FORMATS["lfm2"]) == [
+        messages[0],
+        {"role": "assistant", "content": said},
+        messages[2],
+    ]
+
+
+@pytest.mark.parametrize("form", ["qwen3_coder", "glm45", "minimax_m2", "deepseek_v32", "pythonic", "gemma4"])
 @pytest.mark.parametrize(
     ("parameters", "said"),
     [

@@ -17,7 +17,7 @@ with a space behind colons and commas, as models are trained to.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +67,7 @@ class ParameterArguments:
 
     def grammar(self, tool: Tool, rules: RuleWriter) -> str:
         expressions = []
-        for name, schema, required in _properties(tool):
+        for name, schema, required in properties_of(tool.parameters):
             kind, opening = _string_kind(schema), f"{self.opening}{name}"
             value = self._value(name, schema, tool, rules)
             if kind is None or not self.string_name_end:
@@ -81,7 +81,7 @@ class ParameterArguments:
         return " ".join(expressions) or rules.literal("")
 
     def scanner(self, tool: Tool) -> Scanner:
-        return _ParameterScanner(self, {name: schema for name, schema, _ in _properties(tool)})
+        return _ParameterScanner(self, {name: schema for name, schema, _ in properties_of(tool.parameters)})
 
     def render(self, tool: Tool, arguments: Mapping[str, Any]) -> str:
         written = []
@@ -112,13 +112,7 @@ class ParameterArguments:
             )
         if not isinstance(low, int) or not isinstance(high, int | str):
             raise InvalidParameterError(f"properties.{name}: minLength and maxLength must be integers.")
-        pattern = f"(?s:.{{{low},{high}}})" if low or high != "" else "(?s:.*)"
-        mark = rules.first(self.closing)
-        if mark is None:
-            return rules.add("text", f"/{pattern}/ {json.dumps(self.closing)}", "lazy")
-        before, token, rest = mark  # the text's expression would swallow what stands before the token
-        behind = f"{token} {rules.literal(rest)}" if rest else token
-        return f"{rules.add('text', f'/{pattern}{regex(before)}/')} {behind}"
+        return text_before(self.closing, low, high, rules)
 
 
 class KeywordArguments:
@@ -129,17 +123,11 @@ class KeywordArguments:
     texts: tuple[str, ...] = ()
 
     def grammar(self, tool: Tool, rules: RuleWriter) -> str:
-        first = behind = ""  # what may follow, where nothing has been written yet and where something has
-        comma = rules.literal(", ")
-        for name, schema, required in reversed(_properties(tool)):
-            one = rules.add("argument", f"{rules.literal(name + '=')} {self._value(schema, tool, rules)}")
-            rest = [f"{one} {behind}".rstrip()]
-            more = [f"{comma} {one} {behind}".rstrip()]
-            if not required:
-                rest.append(first or rules.literal(""))
-                more.append(behind or rules.literal(""))
-            first, behind = rules.add("first", " | ".join(rest)), rules.add("more", " | ".join(more))
-        return first or rules.literal("")
+        written = [
+            (rules.add("argument", f"{rules.literal(name + '=')} {self._value(schema, tool, rules)}"), required)
+            for name, schema, required in properties_of(tool.parameters)
+        ]
+        return listed(written, ", ", rules)
 
     def scanner(self, tool: Tool) -> Scanner:
         return _KeywordScanner()
@@ -166,6 +154,33 @@ def json_expression(schema: Mapping[str, Any], *, lenient: bool, style: Mapping[
     return "%json " + json.dumps({**schema, "x-guidance": {**style, "lenient": lenient}}, ensure_ascii=False)
 
 
+def text_before(closing: str, low: int, high: int | str, rules: RuleWriter) -> str:
+    """The expression for a text that ends at its closing. low, high: characters of the text; "" for any number."""
+    pattern = f"(?s:.{{{low},{high}}})" if low or high != "" else "(?s:.*)"
+    mark = rules.first(closing)
+    if mark is None:
+        return rules.add("text", f"/{pattern}/ {json.dumps(closing)}", "lazy")
+    before, token, rest = mark  # the text's expression would swallow what stands before the token
+    behind = f"{token} {rules.literal(rest)}" if rest else token
+    return f"{rules.add('text', f'/{pattern}{regex(before)}/')} {behind}"
+
+
+def listed(elements: Sequence[tuple[str, bool]], comma: str, rules: RuleWriter) -> str:
+    """The expression for elements in their order, with commas between them. elements: their expressions, and whether
+    each is required.
+    """
+    first = behind = ""  # what may follow, where nothing has been written yet and where something has
+    between = rules.literal(comma)
+    for one, required in reversed(elements):
+        rest = [f"{one} {behind}".rstrip()]
+        more = [f"{between} {one} {behind}".rstrip()]
+        if not required:
+            rest.append(first or rules.literal(""))
+            more.append(behind or rules.literal(""))
+        first, behind = rules.add("first", " | ".join(rest)), rules.add("more", " | ".join(more))
+    return first or rules.literal("")
+
+
 def _json_rule(schema: Mapping[str, Any], tool: Tool) -> str:
     shared = {key: tool.parameters[key] for key in _OF_ROOT if key in tool.parameters}
     return json_expression({**schema, **shared}, lenient=not tool.strict)
@@ -180,32 +195,35 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _properties(tool: Tool) -> list[tuple[str, Mapping[str, Any], bool]]:
-    """Name, schema, and whether it is required, of each argument.
+def properties_of(schema: Mapping[str, Any], where: str = "") -> list[tuple[str, Mapping[str, Any], bool]]:
+    """Name, schema, and whether it is required, of each property of an object. where: what errors begin with.
 
     Raises:
         InvalidParameterError: the schema is not a plain list of properties.
     """
-    schema = tool.parameters
     for key in ("$ref", "anyOf", "oneOf", "allOf", "patternProperties"):
         if key in schema:
+            place = f"beside {where}properties" if where else "at the top of a schema"
             raise InvalidParameterError(
-                f"{key} at the top of a schema is not supported in this model's format of calls; list properties."
+                f"{key} {place} is not supported in this model's format of calls; list properties."
             )
     properties, required = schema.get("properties", {}), schema.get("required", [])
-    if not all(isinstance(name, str) for name in required):
-        raise InvalidParameterError("required must be a list of names.")
+    if not isinstance(properties, Mapping):
+        raise InvalidParameterError(f"{where}properties must be an object.")
+    if not _is_list_of(str, required):
+        raise InvalidParameterError(f"{where}required must be a list of names.")
     found = []
     for name, given in properties.items():
         if not re.fullmatch(r"[\w.$-]+", name):
             raise InvalidParameterError(
-                f"properties.{name[:80]}: a name may have letters, digits and _ . $ - in this model's format of calls."
+                f"{where}properties.{name[:80]}: a name may have letters, digits and _ . $ - in this model's format of"
+                " calls."
             )
-        _check_property(f"properties.{name}", given)
+        _check_property(f"{where}properties.{name}", given)
         found.append((name, given if isinstance(given, Mapping) else {}, name in required))
     missing = next((name for name in required if name not in properties), None)
     if missing is not None:
-        raise InvalidParameterError(f"required names {missing!r}, which is not among the properties.")
+        raise InvalidParameterError(f"{where}required names {missing!r}, which is not among the properties.")
     return found
 
 
@@ -357,13 +375,13 @@ class _ParameterScanner:
         value, found, rest = text.partition(closing)
         if self._kind == "string":
             if found:
-                return _escaped(value) + '"', rest, True
+                return escaped(value) + '"', rest, True
             held = held_back(text, closing)
-            return _escaped(text[: len(text) - held]), text[len(text) - held :], False
+            return escaped(text[: len(text) - held]), text[len(text) - held :], False
         if not found:
             return "", text, False
         if self._kind == "null" and value != "null":
-            return f'"{_escaped(value)}"', rest, True
+            return f'"{escaped(value)}"', rest, True
         return value, rest, True
 
 
@@ -380,14 +398,14 @@ class _QuotedScanner:
         while at < len(text) and not self.done:
             found = _QUOTED_STOPS.search(text, at)
             end = len(text) if found is None else found.start()
-            written += _escaped(text[at:end])
+            written += escaped(text[at:end])
             at = end
             if text[at:] == "\\":
                 break
             if found is not None and found[0] == "\\":
-                escaped = text[at + 1]
-                known = escaped in '"\\/bfnrtu'
-                written += text[at : at + 2] if known else _escaped(escaped if escaped == "'" else text[at : at + 2])
+                behind = text[at + 1]
+                known = behind in '"\\/bfnrtu'
+                written += text[at : at + 2] if known else escaped(behind if behind == "'" else text[at : at + 2])
                 at += 2
             elif found is not None:
                 written += '"'
@@ -460,5 +478,6 @@ def held_back(text: str, marker: str) -> int:
     return 0
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
+    """A text as it stands in a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -95,6 +95,14 @@ class RuleWriter(Protocol):
         """Adds a rule; returns its name, which is unique."""
         ...
 
+    def name(self, name: str) -> str:
+        """A unique name, for a rule that is written later and may stand in its own body."""
+        ...
+
+    def write(self, unique: str, body: str, options: str = "") -> None:
+        """Adds the rule of this name."""
+        ...
+
 
 class Arguments(Protocol):
     """One way of writing the arguments of a call."""

@@ -18,6 +18,7 @@ from jpaged.text.turns.arguments import (
     TAGS_IN_LINE,
     ParameterArguments,
 )
+from jpaged.text.turns.braces import ESCAPED_BRACES, QUOTED_BRACES
 from jpaged.text.turns.declarations import ARGUMENTS, NAME, NUMBER, Maybe, ReasoningFormat, ToolFormat
 
 _JSON_CALL = ('{"name": "', NAME, '", "arguments": ', ARGUMENTS, "}")
@@ -141,6 +142,55 @@ COHERE = ToolFormat(  # Command R7B and A
     closing="\n]<|END_ACTION|>",
     in_template=("<|START_ACTION|>",),
 )
+GEMMA4 = ToolFormat(
+    name="gemma4",
+    call=("<|tool_call>", "call:", NAME, "{", ARGUMENTS, "}<tool_call|>"),
+    arguments=QUOTED_BRACES,
+    in_template=("<|tool_call>call:",),
+)
+FUNCTIONGEMMA = ToolFormat(
+    name="functiongemma",
+    call=("<start_function_call>", "call:", NAME, "{", ARGUMENTS, "}<end_function_call>"),
+    arguments=ESCAPED_BRACES,
+    in_template=("<start_function_call>",),
+)
+APERTUS = ToolFormat(
+    name="apertus",
+    opening=("<|tools_prefix|>", "["),
+    call=('{"', NAME, '": ', ARGUMENTS, "}"),
+    arguments=JSON,
+    between=", ",
+    closing="]<|tools_suffix|>",
+    in_template=("<|tools_prefix|>",),
+)
+HUNYUAN = ToolFormat(  # A13B
+    name="hunyuan",
+    opening=("<tool_calls>", "["),
+    call=_JSON_CALL,
+    arguments=JSON,
+    between=", ",
+    closing="]</tool_calls>",
+    in_template=("<tool_calls>[",),
+)
+LFM2 = ToolFormat(  # and LFM2.5
+    name="lfm2",
+    opening=("<|tool_call_start|>", "["),
+    call=(NAME, "(", ARGUMENTS, ")"),
+    arguments=KEYWORDS,
+    between=", ",
+    closing="]<|tool_call_end|>",
+    in_template=("List of tools: ", "<|im_start|>"),
+)
+XLAM = ToolFormat(  # xLAM 2
+    name="xlam",
+    opening=("[",),
+    call=_JSON_CALL,
+    arguments=JSON,
+    between=", ",
+    closing="]",
+    at_start=True,
+    in_template=('[{"name": "tool_call_name", "arguments": {',),
+)
 GRANITE = ToolFormat(  # Granite 3; Granite 4 writes as Hermes
     name="granite",
     opening=("<|tool_call|>", Maybe(" "), "["),
@@ -222,6 +272,7 @@ GENERIC = ToolFormat(  # for templates that know no tools; `generic.py` tells th
 TOOL_FORMATS = (
     *(HARMONY, SEED_OSS, QWEN3_CODER, MINIMAX_M2, GLM47, GLM45, KIMI_K2, COHERE, GRANITE, NEMOTRON),
     *(DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32, OLMO3, PHI4_MINI, MISTRAL_ARGS, MISTRAL),
+    *(GEMMA4, FUNCTIONGEMMA, APERTUS, HUNYUAN, LFM2, XLAM),
     *(LLAMA3_JSON, LLAMA4_PYTHONIC, PYTHONIC, HERMES, GENERIC),
 )
 
@@ -254,6 +305,12 @@ REASONING_FORMATS = (
         opening="Here is my thought process:",
         closing="Here is my response:",
         in_template=("Here is my thought process:", "Here is my response:"),
+    ),
+    ReasoningFormat(
+        name="gemma4", opening="<|channel>thought", closing="<channel|>", in_template=("<|channel>thought",)
+    ),
+    ReasoningFormat(
+        name="apertus", opening="<|inner_prefix|>", closing="<|inner_suffix|>", in_template=("<|inner_prefix|>",)
     ),
     ReasoningFormat(name="mistral", opening="[THINK]", closing="[/THINK]", in_template=("[THINK]",)),
     ReasoningFormat(  # GLM-4.5 and 4.6

@@ -1,5 +1,5 @@
-"""Tools for models whose chat template knows none: they are told of in the system's message, and calls and results in a
-conversation are written as text.
+"""Conversations for chat templates that know no tools: tools are told of in the system's message, and calls and results
+are written as text. And for those that know tools but print no calls.
 
     system      ...                              system      ...  You may call these functions: ...
     assistant   tool_calls: [...]        -->     assistant   <tool_call>{"name": ...}</tool_call>
@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jpaged.text.turns.declarations import Tool
+from jpaged.text.turns.declarations import Tool, ToolFormat
 from jpaged.text.turns.formats import GENERIC
 
 _INTRODUCTION = (
@@ -48,8 +48,25 @@ def without_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping
         if is_result:
             one = {"role": "user", "content": f"<tool_response>{text}</tool_response>"}
         elif message.get("tool_calls"):
-            functions = [call["function"] for call in message["tool_calls"]]
-            calls = [(Tool(function["name"], {}), function["arguments"]) for function in functions]
-            one["content"] = text + GENERIC.render(calls)
+            one["content"] = text + _calls(message, GENERIC)
         result.append(one)
     return result
+
+
+def with_calls_as_text(messages: Sequence[Mapping[str, Any]], form: ToolFormat) -> list[dict[str, Any]]:
+    """A conversation whose calls are text, in the format in which the model writes them. Results are as they were.
+
+    messages: as of `without_tools`.
+    """
+    result = []
+    for message in messages:
+        one = dict(message)
+        if calls := one.pop("tool_calls", None):
+            one["content"] = (message.get("content") or "") + _calls({"tool_calls": calls}, form)
+        result.append(one)
+    return result
+
+
+def _calls(message: Mapping[str, Any], form: ToolFormat) -> str:
+    functions = [call["function"] for call in message["tool_calls"]]
+    return form.render([(Tool(function["name"], {}), function["arguments"]) for function in functions])

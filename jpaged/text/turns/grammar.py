@@ -58,6 +58,7 @@ class Rules:
         longest_first = sorted(control_tokens, key=len, reverse=True)
         self._pattern = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
         self._lines: list[str] = []
+        self._num_names = 0
 
     def literal(self, text: str) -> str:
         """The expression for a text."""
@@ -76,10 +77,19 @@ class Rules:
         found = self._pattern.search(text) if self._pattern is not None else None
         return None if found is None else (text[: found.start()], self.literal(found[0]), text[found.end() :])
 
+    def name(self, name: str) -> str:
+        """A unique name, for a rule that is written later and may stand in its own body."""
+        self._num_names += 1
+        return f"{name}_{self._num_names}"
+
+    def write(self, unique: str, body: str, options: str = "") -> None:
+        """Adds the rule of this name."""
+        self._lines.append(f"{unique}{f'[{options}]' if options else ''}: {body}")
+
     def add(self, name: str, body: str, options: str = "") -> str:
         """Adds a rule; returns its name, which is unique. A name in capitals is a terminal's."""
-        unique = f"{name}_{len(self._lines)}"
-        self._lines.append(f"{unique}{f'[{options}]' if options else ''}: {body}")
+        unique = self.name(name)
+        self.write(unique, body, options)
         return unique
 
     def grammar(self, start: str) -> str:
