@@ -96,7 +96,8 @@ class RequestOutput:
     """A request and what it has generated so far.
 
     outputs: its sequences by index; with output kind DELTA those that have something new.
-    prompt_logprobs: for each prompt token a dict of log-probabilities, None for the first; None unless asked for.
+    prompt_logprobs: for each prompt token a dict of log-probabilities, None for the first; None unless asked for. With
+        output kind DELTA [] in outputs that have no sequence's first tokens.
     num_cached_tokens: prompt tokens found in the prefix cache.
     scores: of a request made by `LLMEngine.add_score_request`, which has no outputs; None for others.
     embedding: float32 [dimensions], of a request with `PoolingParams`, which has no outputs; None for others.
