@@ -19,7 +19,7 @@ import itertools
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 from jpaged.api.checks import check_bool, check_choice, check_integer
 from jpaged.api.config import EngineArgs, RestartOptions
@@ -32,6 +32,7 @@ from jpaged.api.errors import (
 )
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import SamplingParams
+from jpaged.api.unknown_names import no_attribute
 from jpaged.api.weights import InFlight
 from jpaged.engine.sequences.group import SequenceGroup
 from jpaged.engine.sequences.seeds import default_seed
@@ -54,6 +55,29 @@ from jpaged.text.tokenizer import Tokenizer
 
 VIEW_S = 5.0
 """What is asked of replicas to look at them has this long to come. One that hangs is left out."""
+
+_ELSEWHERE = {
+    "add_lora": "adapters are not loaded; merge the adapter into the checkpoint",
+    "add_request": "`generate` adds a request and yields its outputs",
+    "collective_rpc": "`update_weights` reaches the weights",
+    "dead_error": "it is `failure`",
+    "do_log_stats": "`get_metrics` has the counters",
+    "errored": "`is_alive` says whether it serves",
+    "get_model_config": "`args` has the options, and `ready` returns what the model has",
+    "get_tokenizer": "it is `tokenizer`, and transformers' own is `tokenizer.hf`",
+    "get_vllm_config": "`args` has the options",
+    "is_running": "it is `is_alive`",
+    "is_sleeping": "`get_metrics` says it: `asleep`",
+    "is_stopped": "`is_alive` says whether it serves",
+    "model_config": "`args` has the options, and `ready` returns what the model has",
+    "pause_generation": "it is `pause`",
+    "resume_generation": "it is `resume`",
+    "start_profile": "JAX's profiler traces steps, in a process that has an `LLMEngine`",
+    "stop_profile": "JAX's profiler traces steps, in a process that has an `LLMEngine`",
+    "vllm_config": "`args` has the options",
+    "wait_for_requests_to_drain": "`num_unfinished` says how many requests there are",
+}
+"""Of vLLM's methods and properties, what does the same here, or why there is none."""
 
 _NOT_KEPT = "no copy was kept of its weights (update_weights with keep=False); start an engine and give it weights"
 
@@ -145,6 +169,12 @@ class AsyncLLMEngine:
         self._kept = KeptWeights()
         self.update_seconds: dict[str, float] = {}
         self._tokenizing = AsyncTokenizer(self.tokenizer)
+
+    if not TYPE_CHECKING:  # or no checker would find a misspelt name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Says what takes the place of methods and properties that vLLM's engine has and this one has not."""
+            raise no_attribute(self, name, _ELSEWHERE)
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> Self:
