@@ -39,7 +39,7 @@ from jpaged.api.unknown_names import ENGINE, check_known, no_attribute
 from jpaged.api.weights import InFlight
 from jpaged.engine.sequences.request import Request
 from jpaged.engine.stats import EngineStats
-from jpaged.frontend.inputs import Messages, Params, ProcessedInput, Prompt, as_prompt_list
+from jpaged.frontend.inputs import Messages, Params, ProcessedInput, Prompt, as_prompt_list, refuse_unsupported
 from jpaged.frontend.llm_engine import LLMEngine, check_one_host
 from jpaged.frontend.model_of_config import as_directory, options_of
 from jpaged.frontend.reranking import Reranker
@@ -195,7 +195,7 @@ class LLM:
             UnsupportedParameterError: an option that is not supported is given, and not None.
             EngineDeadError: the engine failed.
         """
-        _refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        refuse_unsupported(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         prompt_list = as_prompt_list(prompts)
         params = self._params_for(len(prompt_list), sampling_params)
         if isinstance(priority, int) or priority is None:
@@ -226,7 +226,7 @@ class LLM:
         Raises:
             As `generate`; and OutOfMemoryError if the beams of a prompt might not fit the KV pool together.
         """
-        _refuse(lora_request=lora_request)
+        refuse_unsupported(lora_request=lora_request)
         if not isinstance(params, BeamSearchParams):
             raise InvalidParameterError(f"params must be BeamSearchParams, got {type(params).__name__}.")
         prompt_list = as_prompt_list(prompts)
@@ -254,7 +254,7 @@ class LLM:
             InvalidPromptError, InvalidParameterError, OutOfMemoryError, UnsupportedParameterError: as `generate`.
             NonFiniteLogitsError: a vector holds infinities or NaN.
         """
-        _refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        refuse_unsupported(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         prompt_list = as_prompt_list(prompts)
         pooling = self.engine.embeddings.params() if pooling_params is None else pooling_params
         params = _one_each("pooling_params", pooling, PoolingParams, len(prompt_list))
@@ -411,7 +411,7 @@ class LLM:
                 not know.
             UnsupportedParameterError: as `generate`.
         """
-        _refuse(
+        refuse_unsupported(
             lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
             mm_processor_kwargs=mm_processor_kwargs,
@@ -638,21 +638,6 @@ def _one_each(name: str, given: object, kind: type[_T], num_prompts: int) -> lis
     if len(given) != num_prompts:
         raise InvalidParameterError(f"{name} has {len(given)} entries for {num_prompts} prompts; give one or as many.")
     return list(given)
-
-
-_UNSUPPORTED = {
-    "lora_request": "adapters are not loaded; merge the adapter into the checkpoint",
-    "tokenization_kwargs": "give token ids for other tokens than the tokenizer's own",
-    "mm_processor_kwargs": "prompts are text alone",
-}
-"""vLLM's options of calls, and why they are refused."""
-
-
-def _refuse(**options: object) -> None:
-    """Raises UnsupportedParameterError for the first of these options that asks for something."""
-    for name, value in options.items():
-        if value is not None:
-            raise UnsupportedParameterError(f"{name} is not supported: {_UNSUPPORTED[name]}. Got {shown(value)}.")
 
 
 def _start_engine(args: EngineArgs, weights: Any) -> LLMEngine | ReplicatedEngine:

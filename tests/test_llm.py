@@ -360,6 +360,9 @@ def test_options_of_vllm_that_are_not_supported_are_refused_by_name(llm, method,
 def test_an_option_that_is_not_supported_and_asks_for_nothing_is_taken(llm):
     asked = llm.generate([[1, 2]], GREEDY, lora_request=None, tokenization_kwargs=None)
     assert asked[0].outputs == llm.generate([[1, 2]], GREEDY)[0].outputs
+    with pytest.raises(UnsupportedParameterError, match="tokenization_kwargs is not supported"):
+        llm.engine.add_request("a", [1, 2], GREEDY, lora_request=None, tokenization_kwargs={})
+    assert_idle(llm)
 
 
 def test_one_priority_is_that_of_all_prompts(llm, monkeypatch):

@@ -75,7 +75,7 @@ ENGINE = {
     "speculative_config": _DRAFTS,
     "speculative_model": _DRAFTS,
     "stream_interval": "AsyncLLMEngine joins what comes before the caller takes it; leave it out",
-    "structured_outputs_config": _GRAMMARS,
+    "structured_outputs_config": "llguidance is the only backend, and StructuredOutputsParams has what it can be told",
     "task": _TASKS,
     "tokenizer_mode": "tokenizers are read by transformers; `tokenizer` names another one",
     "tokenizer_revision": "give `tokenizer` a directory that has that revision",
@@ -133,7 +133,7 @@ POOLING = {
     "step_tag_id": _CLASSIFYING,
     "task": "LLM.embed gives vectors, LLM.score similarities; leave it out",
     "truncate_prompt_tokens": _CUT,
-    "use_activation": _CLASSIFYING,
+    "use_activation": "of an embedding it is normalize",
 }
 """Parameters of pooling."""
 

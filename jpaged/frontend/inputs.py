@@ -11,7 +11,7 @@ import numpy as np
 
 from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.checks import is_integer, is_number
-from jpaged.api.errors import InvalidParameterError, InvalidPromptError, shown
+from jpaged.api.errors import InvalidParameterError, InvalidPromptError, UnsupportedParameterError, shown
 from jpaged.api.pooling_params import PoolingParams
 from jpaged.api.prompts import TextPrompt, TokensPrompt
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams, check_token_ids
@@ -290,6 +290,21 @@ class InputProcessor:
         if params.structured_outputs is not None and self._grammars is not None:
             self._grammars.check(params.structured_outputs)
         return bad_words
+
+
+_UNSUPPORTED = {
+    "lora_request": "adapters are not loaded; merge the adapter into the checkpoint",
+    "tokenization_kwargs": "give token ids for other tokens than the tokenizer's own",
+    "mm_processor_kwargs": "prompts are text alone",
+}
+"""vLLM's options of calls, and why they are refused."""
+
+
+def refuse_unsupported(**options: object) -> None:
+    """Raises UnsupportedParameterError for the first of these options that asks for something."""
+    for name, value in options.items():
+        if value is not None:
+            raise UnsupportedParameterError(f"{name} is not supported: {_UNSUPPORTED[name]}. Got {shown(value)}.")
 
 
 def request_ids_to_abort(request_ids: str | Iterable[str]) -> list[str]:

@@ -38,7 +38,14 @@ from jpaged.engine.sequences.group import SequenceGroup
 from jpaged.engine.sequences.seeds import default_seed
 from jpaged.engine.stats import EngineStats
 from jpaged.frontend.embedding_config import EmbeddingConfig
-from jpaged.frontend.inputs import InputProcessor, Params, ProcessedInput, Prompt, request_ids_to_abort
+from jpaged.frontend.inputs import (
+    InputProcessor,
+    Params,
+    ProcessedInput,
+    Prompt,
+    refuse_unsupported,
+    request_ids_to_abort,
+)
 from jpaged.frontend.reranking import Reranker
 from jpaged.host.hub import model_directory
 from jpaged.processes import wire
@@ -254,11 +261,14 @@ class AsyncLLMEngine:
         cache_salt: str | None = None,
         trace_headers: Mapping[str, str] | None = None,
         max_backlog_bytes: int | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Completes a prompt. A caller that stops iterating aborts the request, which frees its blocks at once.
 
         Args:
-            prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; or what `process` made of it.
+            prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}, with or without a "cache_salt"; or
+                what `process` made of it.
             sampling_params: how to sample, to search or to pool; the model's defaults if None. `output_kind` says what
                 is yielded: all so far (CUMULATIVE), what is new (DELTA), or once at the end (FINAL_ONLY). An output
                 may hold several tokens, when they came faster than they were taken.
@@ -268,13 +278,16 @@ class AsyncLLMEngine:
             max_backlog_bytes: of log-probabilities that are kept while the caller takes none; above it the request is
                 aborted. None: no limit. Not for FINAL_ONLY.
             trace_headers: of the client's request, for `observers`: `traceparent`, `tracestate`, `x-request-id`.
+            lora_request, tokenization_kwargs: vLLM's options that are not supported.
         Raises:
             InvalidPromptError, InvalidParameterError, OutOfMemoryError: the input cannot be served.
+            UnsupportedParameterError: an option that is not supported is given, and not None.
             EngineDeadError: the engine process has ended, and is not started again.
             SuspectRequestError: it has ended each time that this request was running.
             SlowConsumerError: the caller took nothing for too long.
         """
         arrival_time = time.monotonic()
+        refuse_unsupported(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         ready = await self.ready()
         params = ready.default_sampling_params if sampling_params is None else sampling_params
         checked = prompt if isinstance(prompt, ProcessedInput) else await self.process(prompt, params)

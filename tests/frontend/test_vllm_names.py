@@ -1,5 +1,6 @@
 """What code written for vLLM does with parameters and outputs."""
 
+import asyncio
 import copy
 import inspect
 from dataclasses import fields, replace
@@ -11,7 +12,12 @@ import pytest
 from jpaged.api import unknown_names
 from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.config import EngineArgs
-from jpaged.api.errors import InvalidParameterError, InvalidPromptError, UnknownParameterError
+from jpaged.api.errors import (
+    InvalidParameterError,
+    InvalidPromptError,
+    UnknownParameterError,
+    UnsupportedParameterError,
+)
 from jpaged.api.outputs import CompletionOutput, Logprob, RequestOutput
 from jpaged.api.pooling_params import PoolingParams
 from jpaged.api.prompts import TextPrompt, TokensPrompt
@@ -96,6 +102,8 @@ def test_methods_that_only_vllms_engine_has_are_named_with_what_takes_their_plac
         engine.pause_generation()
     with pytest.raises(AttributeError, match=r"AsyncLLMEngine has no 'generat'\.$"):
         _ = engine.generat
+    with pytest.raises(UnsupportedParameterError, match="lora_request is not supported: adapters are not loaded"):
+        asyncio.run(anext(engine.generate("Once", lora_request="style")))
 
 
 def test_a_prompts_salt_is_that_of_its_request():
