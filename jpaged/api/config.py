@@ -61,7 +61,7 @@ class SchedulingOptions:
         return {name: getattr(self, name) for name in SchedulingOptions.__dataclass_fields__}
 
 
-@explains_unknown(ENGINE)
+@explains_unknown(ENGINE, "option")
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs(SchedulingOptions):
     """What a user asks of an engine. None means: chosen to fit the model and the device.

@@ -169,8 +169,11 @@ def check_known(
         raise UnknownParameterError(f"{owner} has no {kind} {name!r}; {meant}")
 
 
-def explains_unknown(elsewhere: Mapping[str, str]) -> Callable[[type[_T]], type[_T]]:
-    """Decorates a dataclass: a keyword that is no field of it raises UnknownParameterError, which says what to do."""
+def explains_unknown(elsewhere: Mapping[str, str], kind: str = "parameter") -> Callable[[type[_T]], type[_T]]:
+    """Decorates a dataclass: a keyword that is no field of it raises UnknownParameterError, which says what to do.
+
+    elsewhere, kind: as of `check_known`.
+    """
 
     def decorate(cls: type[_T]) -> type[_T]:
         construct: Callable[..., None] = cls.__init__
@@ -181,7 +184,7 @@ def explains_unknown(elsewhere: Mapping[str, str]) -> Callable[[type[_T]], type[
                 construct(self, *args, **values)
             except TypeError:
                 known = [one.name for one in fields(cls)]  # type: ignore[arg-type]
-                check_known(cls.__name__, "parameter", values, known, elsewhere)
+                check_known(cls.__name__, kind, values, known, elsewhere)
                 raise
 
         cls.__init__ = __init__  # type: ignore[assignment]

@@ -74,6 +74,7 @@ PARAMETERS = [
     (StructuredOutputsParams, unknown_names.STRUCTURED_OUTPUTS),
     (EngineArgs, unknown_names.ENGINE),
 ]
+"""What takes parameters, and those of others that it has not."""
 
 
 @pytest.mark.parametrize(("kind", "elsewhere"), PARAMETERS)
@@ -82,7 +83,8 @@ def test_a_parameter_that_only_others_have_is_refused_with_what_to_do(kind, else
     for name, instead in elsewhere.items():
         with pytest.raises(UnknownParameterError) as caught:
             kind(**{name: None})
-        assert str(caught.value) == f"{kind.__name__} has no parameter {name!r}: {instead}."
+        called = "option" if kind is EngineArgs else "parameter"
+        assert str(caught.value) == f"{kind.__name__} has no {called} {name!r}: {instead}."
     assert issubclass(UnknownParameterError, TypeError)  # as Python raises for unknown keywords
     assert list(inspect.signature(kind).parameters) == [one.name for one in fields(kind)]
 
