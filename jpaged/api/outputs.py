@@ -83,12 +83,14 @@ class BeamSearchSequence:
     """A sequence that a beam search found, under the names of vLLM.
 
     tokens: token ids of prompt and output. text: the prompt's, where it came as text, and the output's, without special
-    tokens. cum_logprob: of the output.
+    tokens. cum_logprob: of the output. finish_reason, stop_reason: as of `CompletionOutput`.
     """
 
     tokens: list[int]
     text: str
     cum_logprob: float
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
 
 
 @dataclass(slots=True)
@@ -119,7 +121,11 @@ class RequestOutput:
         """What a beam search found, best first, as vLLM's `LLM.beam_search` returns it."""
         return [
             BeamSearchSequence(
-                self.prompt_token_ids + one.token_ids, (self.prompt or "") + one.text, one.cumulative_logprob or 0.0
+                self.prompt_token_ids + one.token_ids,
+                (self.prompt or "") + one.text,
+                one.cumulative_logprob or 0.0,
+                one.finish_reason,
+                one.stop_reason,
             )
             for one in self.outputs
         ]

@@ -161,12 +161,14 @@ def test_pytorchs_types_are_taken():
 
 
 def test_beams_have_vllms_names_too():
-    beams = [CompletionOutput(0, " was", [8, 9], -1.5), CompletionOutput(1, " is", [7], -2.0)]
+    ended = CompletionOutput(1, " is", [7], -2.0, finish_reason="stop", stop_reason=7)
+    beams = [CompletionOutput(0, " was", [8, 9], -1.5, finish_reason="length"), ended]
     output = RequestOutput("a", "It", [5, 6], beams, True)
     assert [(s.tokens, s.text, s.cum_logprob) for s in output.sequences] == [
         ([5, 6, 8, 9], "It was", -1.5),
         ([5, 6, 7], "It is", -2.0),
     ]
+    assert [(s.finish_reason, s.stop_reason) for s in output.sequences] == [("length", None), ("stop", 7)]
 
 
 @pytest.mark.parametrize("name", BYTE_EXACT)
