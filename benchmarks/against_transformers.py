@@ -124,8 +124,7 @@ def _draw(config: dict[str, Any], name: str, weight: Any) -> None:
 
 
 def serve(args: argparse.Namespace) -> None:
-    from jpaged import LLM, SamplingParams
-    from jpaged.frontend.inputs import TokensPrompt
+    from jpaged import LLM, SamplingParams, TokensPrompt
 
     (name,) = args.model
     begun, longest = time.perf_counter(), max(args.lengths) + NEW_TOKENS

@@ -12,6 +12,7 @@ from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.config import EngineArgs
 from jpaged.api.outputs import CompletionOutput, EmbeddingRequestOutput, Logprob, RequestOutput, ScoringRequestOutput
 from jpaged.api.pooling_params import PoolingParams
+from jpaged.api.prompts import TextPrompt, TokensPrompt
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.api.version import __version__
@@ -42,6 +43,8 @@ __all__ = [
     "SamplingParams",
     "ScoringRequestOutput",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from copy import copy
 from itertools import count
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 from tqdm import tqdm
 
@@ -25,7 +25,6 @@ from jpaged.api.errors import (
     OutOfMemoryError,
     UnsupportedParameterError,
     shown,
-    suggestion,
 )
 from jpaged.api.outputs import (
     EmbeddingOutput,
@@ -36,10 +35,11 @@ from jpaged.api.outputs import (
 )
 from jpaged.api.pooling_params import PoolingParams
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.api.unknown_names import ENGINE, check_known, no_attribute
 from jpaged.api.weights import InFlight
 from jpaged.engine.sequences.request import Request
 from jpaged.engine.stats import EngineStats
-from jpaged.frontend.inputs import Messages, Params, ProcessedInput, Prompt, as_prompt_list
+from jpaged.frontend.inputs import Messages, Params, ProcessedInput, Prompt, as_prompt_list, refuse_unsupported
 from jpaged.frontend.llm_engine import LLMEngine, check_one_host
 from jpaged.frontend.model_of_config import as_directory, options_of
 from jpaged.frontend.reranking import Reranker
@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("jpaged.engine")
 
 
+_T = TypeVar("_T")
+
 _LOOK_S = 0.05
 """How often a call that a pause holds up looks for a Ctrl-C."""
 
@@ -70,6 +72,10 @@ _ELSEWHERE = {
     "stop_profile": "`jpaged bench steps` measures steps, and JAX's profiler traces them",
     "set_tokenizer": "give `tokenizer` to `LLM`",
     "preprocess_chat": "`get_tokenizer().apply_chat_template` renders a conversation",
+    "enqueue": "`LLMEngine` takes requests one by one: `add_request`, then `step`",
+    "wait_for_completion": "`LLMEngine` takes requests one by one: `add_request`, then `step`",
+    "is_sleeping": "it is `engine.is_asleep`",
+    "shutdown": "it is `close`",
 }
 """Of vLLM's methods, what does the same here, or why there is none."""
 
@@ -101,11 +107,7 @@ class LLM:
     """
 
     def __init__(self, model: str | Any | None = None, *, weights: Any = None, **options: Any) -> None:
-        unknown = sorted(set(options) - set(EngineArgs.__dataclass_fields__))
-        if unknown:
-            names = list(EngineArgs.__dataclass_fields__)
-            known = f"it has {', '.join(names)}"
-            raise InvalidParameterError(f"LLM has no option {unknown[0]!r}; {suggestion(unknown[0], names) or known}.")
+        check_known("LLM", "option", options, EngineArgs.__dataclass_fields__, ENGINE)
         self._config: TemporaryDirectory[str] | None = None  # where `model` is a configuration
         path: str | None
         if model is None or isinstance(model, str | os.PathLike):
@@ -158,8 +160,7 @@ class LLM:
 
         def __getattr__(self, name: str) -> NoReturn:
             """Says what takes the place of methods that vLLM's `LLM` has and this one has not."""
-            instead = _ELSEWHERE.get(name)
-            raise AttributeError(f"LLM has no {name!r}{f'; {instead}' if instead else ''}.", name=name, obj=self)
+            raise no_attribute(self, name, _ELSEWHERE)
 
     def __reduce__(self) -> NoReturn:
         raise JPagedError(
@@ -180,7 +181,8 @@ class LLM:
         """Completes prompts, as many at once as fit.
 
         Args:
-            prompts: one or a list; each text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
+            prompts: one or a list; each text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; a dict may
+                have a "cache_salt": prefixes are shared only among prompts of equal salt.
             sampling_params: for all, or one for each prompt; the model's defaults if None.
             use_tqdm: show a progress bar with input and output tokens/s, or the tqdm class to show it with.
             priority: for all, or one for each prompt; with scheduling_policy "priority", lower runs first.
@@ -193,7 +195,7 @@ class LLM:
             UnsupportedParameterError: an option that is not supported is given, and not None.
             EngineDeadError: the engine failed.
         """
-        _refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        refuse_unsupported(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         prompt_list = as_prompt_list(prompts)
         params = self._params_for(len(prompt_list), sampling_params)
         if isinstance(priority, int) or priority is None:
@@ -224,7 +226,7 @@ class LLM:
         Raises:
             As `generate`; and OutOfMemoryError if the beams of a prompt might not fit the KV pool together.
         """
-        _refuse(lora_request=lora_request)
+        refuse_unsupported(lora_request=lora_request)
         if not isinstance(params, BeamSearchParams):
             raise InvalidParameterError(f"params must be BeamSearchParams, got {type(params).__name__}.")
         prompt_list = as_prompt_list(prompts)
@@ -235,7 +237,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         *,
         use_tqdm: bool | Callable[..., tqdm] = True,
-        pooling_params: PoolingParams | None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         lora_request: None = None,
         tokenization_kwargs: None = None,
     ) -> list[EmbeddingRequestOutput]:
@@ -243,8 +245,8 @@ class LLM:
 
         Args:
             prompts, use_tqdm: as in `generate`. Text gets the tokens that the tokenizer adds, token ids get none.
-            pooling_params: how to pool; None: as the checkpoint's `modules.json` says, or else the last token's state,
-                normalised.
+            pooling_params: how to pool, for all or one for each prompt; None: as the checkpoint's `modules.json` says,
+                or else the last token's state, normalised.
             lora_request, tokenization_kwargs: as in `generate`.
         Returns:
             One output for each prompt, in their order; its vector is `outputs.embedding`.
@@ -252,11 +254,11 @@ class LLM:
             InvalidPromptError, InvalidParameterError, OutOfMemoryError, UnsupportedParameterError: as `generate`.
             NonFiniteLogitsError: a vector holds infinities or NaN.
         """
-        _refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        params = self.engine.embeddings.params() if pooling_params is None else pooling_params
-        if not isinstance(params, PoolingParams):
-            raise InvalidParameterError(f"pooling_params must be PoolingParams, got {type(params).__name__}.")
-        return [_embedding_output(output) for output in self._embedded(as_prompt_list(prompts), params, use_tqdm)]
+        refuse_unsupported(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        prompt_list = as_prompt_list(prompts)
+        pooling = self.engine.embeddings.params() if pooling_params is None else pooling_params
+        params = _one_each("pooling_params", pooling, PoolingParams, len(prompt_list))
+        return [_embedding_output(output) for output in self._embedded(prompt_list, params, use_tqdm)]
 
     def score(
         self,
@@ -289,7 +291,8 @@ class LLM:
             return self._judged(self._reranker, firsts, seconds, instruction, use_tqdm)
         if instruction is not None:
             raise InvalidParameterError("instruction is for rerankers; start the engine with reranker='qwen3'.")
-        outputs = self._embedded([*firsts, *seconds], self.engine.embeddings.params(normalize=True), use_tqdm)
+        params = [self.engine.embeddings.params(normalize=True)] * (len(firsts) + len(seconds))
+        outputs = self._embedded([*firsts, *seconds], params, use_tqdm)
         first, second = outputs[: len(firsts)], outputs[len(firsts) :]
         return [_scoring_output(a, b) for a, b in zip(first * (len(second) // len(first)), second, strict=True)]
 
@@ -321,9 +324,9 @@ class LLM:
         ]
 
     def _embedded(
-        self, prompts: list[Prompt], params: PoolingParams, use_tqdm: bool | Callable[..., tqdm]
+        self, prompts: list[Prompt], params: Sequence[PoolingParams], use_tqdm: bool | Callable[..., tqdm]
     ) -> list[RequestOutput]:
-        outputs = self._serve(prompts, [params] * len(prompts), [0] * len(prompts), use_tqdm)
+        outputs = self._serve(prompts, params, [0] * len(prompts), use_tqdm)
         if any(output.embedding is None for output in outputs):
             raise NonFiniteLogitsError()
         return outputs
@@ -408,7 +411,7 @@ class LLM:
                 not know.
             UnsupportedParameterError: as `generate`.
         """
-        _refuse(
+        refuse_unsupported(
             lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
             mm_processor_kwargs=mm_processor_kwargs,
@@ -559,15 +562,8 @@ class LLM:
         """Parameters for each prompt, set to report only when finished."""
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        if isinstance(sampling_params, SamplingParams):
-            return [sampling_params.reporting(RequestOutputKind.FINAL_ONLY)] * num_prompts
-        if not isinstance(sampling_params, Sequence) or not all(isinstance(p, SamplingParams) for p in sampling_params):
-            raise InvalidParameterError("sampling_params must be SamplingParams or a list of them.")
-        if len(sampling_params) != num_prompts:
-            raise InvalidParameterError(
-                f"sampling_params has {len(sampling_params)} entries for {num_prompts} prompts; give one or as many."
-            )
-        return [params.reporting(RequestOutputKind.FINAL_ONLY) for params in sampling_params]
+        each = _one_each("sampling_params", sampling_params, SamplingParams, num_prompts)
+        return [params.reporting(RequestOutputKind.FINAL_ONLY) for params in each]
 
     def _run(
         self, request_ids: Sequence[str], use_tqdm: bool | Callable[..., tqdm], interrupt: Interruptible
@@ -629,19 +625,19 @@ def _scoring_output(first: RequestOutput, second: RequestOutput) -> ScoringReque
     )
 
 
-_UNSUPPORTED = {
-    "lora_request": "adapters are not loaded; merge the adapter into the checkpoint",
-    "tokenization_kwargs": "give token ids for other tokens than the tokenizer's own",
-    "mm_processor_kwargs": "prompts are text alone",
-}
-"""vLLM's options of calls, and why they are refused."""
+def _one_each(name: str, given: object, kind: type[_T], num_prompts: int) -> list[_T]:
+    """Parameters for each prompt: those given are for all, or one for each.
 
-
-def _refuse(**options: object) -> None:
-    """Raises UnsupportedParameterError for the first of these options that asks for something."""
-    for name, value in options.items():
-        if value is not None:
-            raise UnsupportedParameterError(f"{name} is not supported: {_UNSUPPORTED[name]}. Got {shown(value)}.")
+    Raises:
+        InvalidParameterError: they are of another type, or of another number.
+    """
+    if isinstance(given, kind):
+        return [given] * num_prompts
+    if not isinstance(given, Sequence) or not all(isinstance(one, kind) for one in given):
+        raise InvalidParameterError(f"{name} must be {kind.__name__} or a list of them, got {shown(given)}.")
+    if len(given) != num_prompts:
+        raise InvalidParameterError(f"{name} has {len(given)} entries for {num_prompts} prompts; give one or as many.")
+    return list(given)
 
 
 def _start_engine(args: EngineArgs, weights: Any) -> LLMEngine | ReplicatedEngine:

@@ -360,6 +360,9 @@ def test_options_of_vllm_that_are_not_supported_are_refused_by_name(llm, method,
 def test_an_option_that_is_not_supported_and_asks_for_nothing_is_taken(llm):
     asked = llm.generate([[1, 2]], GREEDY, lora_request=None, tokenization_kwargs=None)
     assert asked[0].outputs == llm.generate([[1, 2]], GREEDY)[0].outputs
+    with pytest.raises(UnsupportedParameterError, match="tokenization_kwargs is not supported"):
+        llm.engine.add_request("a", [1, 2], GREEDY, lora_request=None, tokenization_kwargs={})
+    assert_idle(llm)
 
 
 def test_one_priority_is_that_of_all_prompts(llm, monkeypatch):
@@ -380,6 +383,8 @@ def test_methods_that_only_vllm_has_are_named_with_what_takes_their_place(llm):
     with pytest.raises(AttributeError, match=r"LLM has no 'generat'\.$"):
         _ = llm.generat
     assert not hasattr(llm, "classify")
+    with pytest.raises(AttributeError, match=r"LLMEngine has no 'vllm_config'; `args` has the options\.$"):
+        _ = llm.engine.vllm_config
 
 
 def test_a_progress_bar_that_is_none_is_refused(llm):
@@ -409,6 +414,17 @@ def test_a_second_round_hits_the_prefix_cache_until_it_is_reset(llm):
     assert llm.generate([prompt], GREEDY, use_tqdm=False)[0].num_cached_tokens == 39
     assert llm.reset_prefix_cache()
     assert llm.generate([prompt], GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+
+
+def test_a_prompt_with_a_salt_shares_blocks_only_with_those_of_that_salt(llm):
+    llm.reset_prefix_cache()
+    prompt = list(range(3, 43))
+    salted = {"prompt_token_ids": prompt, "cache_salt": "a"}
+    assert llm.pin_prefix(salted) == 40
+    outputs = llm.generate([prompt, salted], GREEDY, use_tqdm=False)
+    assert [output.num_cached_tokens for output in outputs] == [0, 39]
+    assert not llm.unpin_prefix(prompt)
+    assert llm.unpin_prefix(salted)
 
 
 def test_a_pinned_prefix_outlives_a_pool_full_of_other_prompts(llm, options):
@@ -750,6 +766,10 @@ def test_prompts_are_embedded_and_scored_in_order(llm):
         assert [one.outputs.score for one in scores] == pytest.approx(expected.tolist(), abs=1e-5)
     plain = llm.embed(prompts[0], pooling_params=PoolingParams(normalize=False), use_tqdm=False)[0].outputs.embedding
     assert np.array(plain) / np.linalg.norm(plain) == pytest.approx(vectors[0], abs=1e-5)
+    each = [PoolingParams(normalize=i > 0) for i in range(5)]
+    vectors[0] = plain
+    mixed = [one.outputs.embedding for one in llm.embed(prompts, pooling_params=each, use_tqdm=False)]
+    assert np.array(mixed) == pytest.approx(vectors, abs=1e-5)
 
 
 def test_what_cannot_be_embedded_is_named(llm):
@@ -759,5 +779,7 @@ def test_what_cannot_be_embedded_is_named(llm):
         llm.score([], [])
     with pytest.raises(InvalidParameterError, match="pooling_params"):
         llm.embed([3], pooling_params=SamplingParams())
+    with pytest.raises(InvalidParameterError, match="pooling_params has 1 entries for 2 prompts"):
+        llm.embed([[3], [4]], pooling_params=[PoolingParams()])
     with pytest.raises(InvalidPromptError, match="prompts\\[1\\]"):
         llm.embed([[3], [10**6]])

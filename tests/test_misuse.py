@@ -52,6 +52,11 @@ def test_a_misspelt_option_comes_with_the_one_that_was_meant(capsys, command):
     assert "unrecognized option --max-model-length; did you mean --max-model-len?" in capsys.readouterr().err
 
 
+def test_an_option_that_only_others_have_comes_with_what_to_do(capsys):
+    assert cli.main(["generate", "hi", "--speculative-config", "{}"]) == 2
+    assert "unrecognized option --speculative-config: there is no speculative decoding" in capsys.readouterr().err
+
+
 def test_a_misspelt_keyword_comes_with_the_one_that_was_meant():
     with pytest.raises(InvalidParameterError, match=r"no option 'max_model_length'; did you mean max_model_len\?"):
         LLM(max_model_length=5)

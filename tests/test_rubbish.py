@@ -97,7 +97,7 @@ def test_bytes_are_not_taken_for_token_ids(prompt):
             SamplingParams(**{name: b"abc"})
 
 
-@pytest.mark.parametrize("key", ["multi_modal_data", "cache_salt", 5])
+@pytest.mark.parametrize("key", ["multi_modal_data", "prompt_embeds", 5])
 def test_what_a_prompt_dict_has_and_is_not_supported_is_refused_and_not_ignored(key):
     inputs = InputProcessor(None, vocab_size=512, limits=LIMITS)
     with pytest.raises(InvalidPromptError, match=f"{key}.* is not supported"):

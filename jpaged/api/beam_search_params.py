@@ -7,8 +7,10 @@ from typing import Literal
 from jpaged.api.checks import is_integer, is_number
 from jpaged.api.errors import InvalidParameterError, shown
 from jpaged.api.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
+from jpaged.api.unknown_names import BEAM_SEARCH, explains_unknown
 
 
+@explains_unknown(BEAM_SEARCH)
 @dataclass(frozen=True, kw_only=True)
 class BeamSearchParams:
     """Parameters of a beam search, which gives the same sequences and scores as transformers'.

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from jpaged.api.checks import check_bool, check_choice, check_integer, is_number, plain
 from jpaged.api.errors import InvalidParameterError, shown
+from jpaged.api.unknown_names import ENGINE, explains_unknown
 
 Policy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
@@ -60,6 +61,7 @@ class SchedulingOptions:
         return {name: getattr(self, name) for name in SchedulingOptions.__dataclass_fields__}
 
 
+@explains_unknown(ENGINE, "option")
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs(SchedulingOptions):
     """What a user asks of an engine. None means: chosen to fit the model and the device.
@@ -72,7 +74,8 @@ class EngineArgs(SchedulingOptions):
             text. "auto": the model's. "vllm": the model's says what ends a text, none how to sample. Otherwise a
             directory that has one. Name and values as in vLLM.
         dtype: of weights, activations and KV pool; "auto" takes the checkpoint's (float32 on a CPU, whose
-            arithmetic in 16 bits is slow). "half" is float16 and "float" float32.
+            arithmetic in 16 bits is slow). "half" is float16 and "float" float32; types of JAX, numpy and PyTorch go by
+            their names.
         max_model_len: longest sequence, prompt and output, in tokens; by default what model and pool allow.
         block_size: tokens in a block of the KV pool; a power of two from 1 to 256 (the GPU kernels take 16 to 128).
         gpu_memory_utilization: fraction of the device's memory to use for everything, in (0, 1]. Other arrays of this
@@ -224,6 +227,7 @@ class EngineArgs(SchedulingOptions):
             raise InvalidParameterError(
                 f"generation_config must be 'auto', 'vllm' or a directory, got {shown(self.generation_config)}."
             )
+        object.__setattr__(self, "dtype", _type_name(self.dtype))
         check_choice("dtype", self.dtype, DType)
         object.__setattr__(self, "dtype", _DTYPE_NAMES.get(self.dtype, self.dtype))
         check_choice("load_format", self.load_format, LoadFormat)
@@ -418,6 +422,15 @@ def _check_swap_space(value: object) -> None:
         raise InvalidParameterError(
             f"swap_space={shown(value)} exceeds the {memory:.1f} GiB of memory that this machine has; lower it."
         )
+
+
+def _type_name(dtype: object) -> object:
+    """A type of JAX's, numpy's or PyTorch's by its name; anything else as it is."""
+    if isinstance(dtype, str):
+        return dtype
+    if type(dtype).__module__ == "torch":
+        return str(dtype).removeprefix("torch.")
+    return getattr(dtype, "name", None) or getattr(dtype, "__name__", dtype)
 
 
 def _check_buckets(name: str, buckets: object) -> None:

@@ -33,6 +33,10 @@ class InvalidParameterError(JPagedError, ValueError):
     """A parameter is of the wrong type, out of range, or contradicts another one."""
 
 
+class UnknownParameterError(InvalidParameterError, TypeError):
+    """A parameter that does not exist; the message names the one that was meant, or says why there is none."""
+
+
 class UnsupportedParameterError(JPagedError, ValueError):
     """A parameter or feature that this version does not support; it is refused rather than ignored."""
 

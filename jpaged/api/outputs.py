@@ -83,12 +83,14 @@ class BeamSearchSequence:
     """A sequence that a beam search found, under the names of vLLM.
 
     tokens: token ids of prompt and output. text: the prompt's, where it came as text, and the output's, without special
-    tokens. cum_logprob: of the output.
+    tokens. cum_logprob: of the output. finish_reason, stop_reason: as of `CompletionOutput`.
     """
 
     tokens: list[int]
     text: str
     cum_logprob: float
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
 
 
 @dataclass(slots=True)
@@ -96,7 +98,8 @@ class RequestOutput:
     """A request and what it has generated so far.
 
     outputs: its sequences by index; with output kind DELTA those that have something new.
-    prompt_logprobs: for each prompt token a dict of log-probabilities, None for the first; None unless asked for.
+    prompt_logprobs: for each prompt token a dict of log-probabilities, None for the first; None unless asked for. With
+        output kind DELTA [] in outputs that have no sequence's first tokens.
     num_cached_tokens: prompt tokens found in the prefix cache.
     scores: of a request made by `LLMEngine.add_score_request`, which has no outputs; None for others.
     embedding: float32 [dimensions], of a request with `PoolingParams`, which has no outputs; None for others.
@@ -118,7 +121,11 @@ class RequestOutput:
         """What a beam search found, best first, as vLLM's `LLM.beam_search` returns it."""
         return [
             BeamSearchSequence(
-                self.prompt_token_ids + one.token_ids, (self.prompt or "") + one.text, one.cumulative_logprob or 0.0
+                self.prompt_token_ids + one.token_ids,
+                (self.prompt or "") + one.text,
+                one.cumulative_logprob or 0.0,
+                one.finish_reason,
+                one.stop_reason,
             )
             for one in self.outputs
         ]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 from jpaged.api.checks import check_bool, is_integer
 from jpaged.api.errors import InvalidParameterError, shown
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.api.unknown_names import POOLING, explains_unknown
 
 if TYPE_CHECKING:  # `jpaged --help` does without numpy
     import numpy as np
@@ -14,6 +15,7 @@ Pooling = Literal["last", "mean"]
 """Which hidden states, after the final norm: the last token's, or the mean over all tokens of the prompt."""
 
 
+@explains_unknown(POOLING)
 @dataclass(frozen=True, kw_only=True)
 class PoolingParams:
     """Parameters of an embedding.

@@ -8,6 +8,7 @@ from enum import IntEnum
 from jpaged.api.checks import LARGEST_FLOAT32, check_bool, is_integer, is_number
 from jpaged.api.errors import InvalidParameterError, shown
 from jpaged.api.structured_outputs import StructuredOutputsParams, structured_outputs
+from jpaged.api.unknown_names import SAMPLING, explains_unknown
 
 MAX_LOGPROBS = 20
 """The most alternatives `logprobs` and `prompt_logprobs` can ask for."""
@@ -35,6 +36,7 @@ class RequestOutputKind(IntEnum):
     FINAL_ONLY = 2  # once, when finished
 
 
+@explains_unknown(SAMPLING)
 @dataclass(kw_only=True)
 class SamplingParams:
     """Sampling parameters of a request. All of them take effect on the device.

@@ -7,6 +7,7 @@ from typing import Any
 
 from jpaged.api.checks import check_bool
 from jpaged.api.errors import InvalidParameterError, shown
+from jpaged.api.unknown_names import STRUCTURED_OUTPUTS, explains_unknown
 
 MAX_GRAMMAR_BYTES = 256 * 1024
 """The longest schema, expression, grammar or list of choices, in bytes of UTF-8."""
@@ -20,6 +21,7 @@ FEW_TOKENS = 64
 """Where a constraint allows no more tokens than these, they are listed instead of masked."""
 
 
+@explains_unknown(STRUCTURED_OUTPUTS)
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
     """A constraint on an answer's text. Exactly one of the first six is given.

@@ -14,6 +14,7 @@ from textwrap import dedent
 from typing import Any
 
 from jpaged.api.errors import InvalidParameterError, JPagedError, UnsupportedParameterError, suggestion
+from jpaged.api.unknown_names import ENGINE
 from jpaged.api.version import __version__
 from jpaged.cli import chat, convert, generate, models, quantize, run_batch, score, serve, worker
 from jpaged.cli.options import add_debug_option
@@ -95,7 +96,11 @@ class _Parser(argparse.ArgumentParser):
         options = list(self._option_string_actions)
         for word in rest:
             name = word.partition("=")[0]
-            if name.startswith("--") and (said := suggestion(name, options)):
+            if not name.startswith("--"):
+                continue
+            if said := ENGINE.get(name[2:].replace("-", "_")):
+                self.error(f"unrecognized option {name}: {said}")
+            if said := suggestion(name, options):
                 self.error(f"unrecognized option {name}; {said}")
         return found, rest
 

@@ -103,8 +103,8 @@ def add_debug_option(parser: argparse._ActionsContainer, default: Any = argparse
     parser.add_argument("--debug", action="store_true", default=default, help="show tracebacks and library messages")
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Which model to run, and how; `engine_options` reads them."""
+def add_model_options(parser: argparse.ArgumentParser, *, compares: bool = False) -> None:
+    """Which model to run, and how; `engine_options` reads them. compares: the command scores pairs of texts."""
     parser.add_argument(
         "-m", "--model", metavar="DIR_OR_ID", help="a directory or a Hugging Face hub id (default: the embedded model)"
     )
@@ -214,11 +214,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help='"fp8" rounds weights to FP8 while they are read; "none" reads experts in MXFP4 as bfloat16; the others'
         " are what quantized checkpoints say of themselves (default: as the checkpoint is)",
     )
-    group.add_argument(
-        "--reranker",
-        choices=get_args(RerankerName),
-        help='the model judges documents by "yes" or "no", as Qwen3-Reranker does (default: scores compare embeddings)',
-    )
+    if compares:
+        group.add_argument(
+            "--reranker",
+            choices=get_args(RerankerName),
+            help='the model judges documents by "yes" or "no", as Qwen3-Reranker does (default: scores compare'
+            " embeddings)",
+        )
     group.add_argument("-q", "--quiet", action="store_true", help="no start-up table, progress or timing")
     add_debug_option(group)
 

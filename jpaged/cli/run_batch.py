@@ -11,9 +11,9 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "run-batch",
         help="answer a file of OpenAI requests",
         description=dedent("""\
-            Answer an OpenAI batch file: a line for each request to /v1/completions, /v1/chat/completions or
-            /v1/embeddings, and a line for each answer, in the same order. Run again after a crash or Ctrl-C, it goes on
-            where it was."""),
+            Answer an OpenAI batch file: a line for each request to /v1/completions, /v1/chat/completions,
+            /v1/embeddings, /v1/score or /v1/rerank, and a line for each answer, in the same order. Run again after a
+            crash or Ctrl-C, it goes on where it was."""),
         epilog=dedent("""\
             example:
               echo '{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body":
@@ -24,7 +24,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument("-i", "--input", required=True, metavar="INPUT", help="a .jsonl file of requests")
     parser.add_argument("-o", "--output", required=True, metavar="OUTPUT", help="a .jsonl file")
     parser.add_argument("--seed", type=int, metavar="N", help="of requests that have none (default: 0)")
-    add_job_options(parser, "requests", 64)
+    add_job_options(parser, "requests", 64, compares=True)
     parser.set_defaults(run=run)
 
 

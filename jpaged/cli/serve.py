@@ -186,7 +186,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     for flag, kind, metavar, what in _LIMITS:
         shown = what if defaults[flag] is None else f"{what} (default: {defaults[flag]})"
         limits.add_argument(flag, type=kind, metavar=metavar, help=shown)
-    add_model_options(parser)
+    add_model_options(parser, compares=True)
     parser.set_defaults(run=run)
 
 

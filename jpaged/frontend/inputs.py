@@ -5,33 +5,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, TypedDict, TypeGuard, cast
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 
 from jpaged.api.beam_search_params import BeamSearchParams
 from jpaged.api.checks import is_integer, is_number
-from jpaged.api.errors import InvalidParameterError, InvalidPromptError, shown
+from jpaged.api.errors import InvalidParameterError, InvalidPromptError, UnsupportedParameterError, shown
 from jpaged.api.pooling_params import PoolingParams
+from jpaged.api.prompts import TextPrompt, TokensPrompt
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams, check_token_ids
 from jpaged.engine.limits import RequestLimits
-from jpaged.engine.sequences.request import Request
+from jpaged.engine.sequences.request import Request, checked_salt
 from jpaged.frontend.embedding_config import EmbeddingConfig
 from jpaged.text.grammars import GrammarCheck, GrammarTokenizer
 from jpaged.text.tokenizer import Tokenizer
-
-
-class TextPrompt(TypedDict):
-    """A prompt as text."""
-
-    prompt: str
-
-
-class TokensPrompt(TypedDict):
-    """A prompt as token ids."""
-
-    prompt_token_ids: list[int]
-
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 """One prompt: text, token ids, or either in a dict."""
@@ -42,7 +30,7 @@ Params = SamplingParams | BeamSearchParams | PoolingParams
 _SCORING = SamplingParams(temperature=0.0, max_tokens=1, output_kind=RequestOutputKind.FINAL_ONLY)
 """Parameters of score requests, which sample nothing."""
 
-_PROMPT_KEYS = ("prompt", "prompt_token_ids")
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 Messages = Sequence[Mapping[str, Any]]
 """A conversation: {"role": ..., "content": ...} each."""
@@ -50,11 +38,25 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ProcessedInput:
-    """A request's input, checked. prompt: its text, None when it came as token ids."""
+    """A request's input, checked. prompt: its text, None when it came as token ids. cache_salt: the prompt's own."""
 
     prompt: str | None
     prompt_token_ids: list[int]
     bad_words_token_ids: tuple[tuple[int, ...], ...]
+    cache_salt: str | None = None
+
+    def salt(self, beside: str | None) -> str | None:
+        """The cache salt, which the prompt has or was given `beside` it.
+
+        Raises:
+            InvalidParameterError: it is no salt, or there are two.
+        """
+        beside = checked_salt(beside)
+        if self.cache_salt is None or beside in (None, self.cache_salt):
+            return self.cache_salt or beside
+        raise InvalidParameterError(
+            f"cache_salt={shown(beside)} is not the {shown(self.cache_salt)} that the prompt has; give one of them."
+        )
 
 
 class InputProcessor:
@@ -134,7 +136,7 @@ class InputProcessor:
             eos_token_ids=self._eos_token_ids,
             bad_words_token_ids=checked.bad_words_token_ids,
             priority=priority,
-            cache_salt=cache_salt,
+            cache_salt=checked.salt(cache_salt),
             arrival_time=arrival_time,
             beam=params if isinstance(params, BeamSearchParams) else None,
             pooling=params if isinstance(params, PoolingParams) else None,
@@ -169,7 +171,7 @@ class InputProcessor:
         Raises:
             InvalidPromptError: of the wrong type, empty, too long, or with token ids outside the vocabulary.
             InvalidParameterError: parameters that name unknown tokens, need a tokenizer that is not there, have a
-                constraint that cannot be used, or ask for more sequences than can run.
+                constraint that cannot be used, or ask for more sequences than can run; or the prompt's cache_salt.
             OutOfMemoryError: the pool can never hold the prompt, or the beams.
         """
         _check_kind(params)
@@ -186,7 +188,8 @@ class InputProcessor:
         self._check_tokens(token_ids)
         self.limits.max_len(len(token_ids), params)
         sampling = params if isinstance(params, SamplingParams) else params.sampling_params()
-        return ProcessedInput(text, token_ids, self._check_parameters(sampling))
+        salt = checked_salt(prompt.get("cache_salt")) if isinstance(prompt, Mapping) else None
+        return ProcessedInput(text, token_ids, self._check_parameters(sampling), salt)
 
     def check_scored(self, token_ids: Sequence[int] | np.ndarray, first_scored: int) -> np.ndarray:
         """Checks tokens to score, from index `first_scored` on; returns them as int32 [n].
@@ -232,11 +235,11 @@ class InputProcessor:
         raise InvalidPromptError(f"A prompt must be a string, a list of token ids or a dict, got {_kind(prompt)}.")
 
     def _tokens_of_dict(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
-        unknown = [key for key in prompt if key not in _PROMPT_KEYS]
+        unknown = [key for key, value in prompt.items() if key not in _PROMPT_KEYS and value is not None]
         if unknown:
             raise InvalidPromptError(
                 f"A prompt dict has {shown(unknown[0])}, which is not supported; it may have "
-                f'"prompt" and "prompt_token_ids".'
+                f'"prompt", "prompt_token_ids" and "cache_salt".'
             )
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if text is not None and not isinstance(text, str):
@@ -287,6 +290,21 @@ class InputProcessor:
         if params.structured_outputs is not None and self._grammars is not None:
             self._grammars.check(params.structured_outputs)
         return bad_words
+
+
+_UNSUPPORTED = {
+    "lora_request": "adapters are not loaded; merge the adapter into the checkpoint",
+    "tokenization_kwargs": "give token ids for other tokens than the tokenizer's own",
+    "mm_processor_kwargs": "prompts are text alone",
+}
+"""vLLM's options of calls, and why they are refused."""
+
+
+def refuse_unsupported(**options: object) -> None:
+    """Raises UnsupportedParameterError for the first of these options that asks for something."""
+    for name, value in options.items():
+        if value is not None:
+            raise UnsupportedParameterError(f"{name} is not supported: {_UNSUPPORTED[name]}. Got {shown(value)}.")
 
 
 def request_ids_to_abort(request_ids: str | Iterable[str]) -> list[str]:

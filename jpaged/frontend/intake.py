@@ -13,7 +13,7 @@ import numpy as np
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.engine.sequences.request import Request
 from jpaged.frontend.embedding_config import EmbeddingConfig
-from jpaged.frontend.inputs import InputProcessor, Params, ProcessedInput, Prompt
+from jpaged.frontend.inputs import InputProcessor, Params, ProcessedInput, Prompt, refuse_unsupported
 
 
 class RequestOptions(TypedDict, total=False):
@@ -48,22 +48,27 @@ class RequestIntake(ABC):
         priority: int = 0,
         cache_salt: str | None = None,
         arrival_time: float | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: None = None,
     ) -> None:
         """Queues a request. One that is refused leaves nothing behind.
 
         Args:
             request_id: not that of an unfinished request.
-            prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
+            prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; a dict may have a "cache_salt".
             params: how to sample, to search or to pool; the model's sampling defaults if None. A search reports once,
                 when it has finished, and so does what is pooled, with an `embedding` and no `outputs`.
             priority: with scheduling_policy "priority", lower runs first.
             cache_salt: prefixes are shared only among requests of equal salt.
             arrival_time: seconds of `time.monotonic()`, for the output's metrics; now by default.
+            lora_request, tokenization_kwargs: vLLM's options that are not supported.
         Raises:
             InvalidPromptError, InvalidParameterError, OutOfMemoryError: the input cannot be served; the message says
                 why.
+            UnsupportedParameterError: an option that is not supported is given, and not None.
             EngineDeadError: the engine failed earlier.
         """
+        refuse_unsupported(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         self.queue(
             *self.check_request(
                 request_id, prompt, params, priority=priority, cache_salt=cache_salt, arrival_time=arrival_time

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from jpaged.api.config import EngineArgs
 from jpaged.api.errors import EngineAsleepError, EngineDeadError, InvalidParameterError, OutOfMemoryError
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import SamplingParams
+from jpaged.api.unknown_names import no_attribute
 from jpaged.api.weights import InFlight
 from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.constraints.grammars import ConstrainedRows
@@ -27,7 +28,7 @@ from jpaged.engine.interface import SWAP_CHUNK_BLOCKS
 from jpaged.engine.limits import RequestLimits
 from jpaged.engine.loop import EngineCore
 from jpaged.engine.scheduler.scheduler import Scheduler
-from jpaged.engine.sequences.request import Request, checked_salt
+from jpaged.engine.sequences.request import Request
 from jpaged.engine.stats import EngineStats
 from jpaged.executor.distributed import Cluster, LeadingRunner, lead
 from jpaged.executor.start.shapes import refuse_for_hybrids
@@ -51,6 +52,24 @@ _MOST_GRAMMAR_SHARDS = 6
 """Processes that follow grammars, at most. The engine's thread takes some 35 us to ask one, and 256 sequences keep each
 of six busy for a third of the time (measured beside an H200).
 """
+
+_ELSEWHERE = {
+    "add_lora": "adapters are not loaded; merge the adapter into the checkpoint",
+    "cache_config": "`args` has the options",
+    "collective_rpc": "`update_weights` and `weights_as` reach the weights",
+    "do_log_stats": "`get_metrics` has the counters",
+    "get_model_config": "`args` has the options, `max_model_len` and `vocab_size` what the model has",
+    "get_num_unfinished_requests": "`get_metrics` says how many sequences run and wait",
+    "get_tokenizer": "it is `tokenizer`, and transformers' own is `tokenizer.hf`",
+    "is_sleeping": "it is `is_asleep`",
+    "model_config": "`args` has the options, `max_model_len` and `vocab_size` what the model has",
+    "scheduler_config": "`args` has the options",
+    "shutdown": "it is `close`",
+    "start_profile": "JAX's profiler traces steps",
+    "stop_profile": "JAX's profiler traces steps",
+    "vllm_config": "`args` has the options",
+}
+"""Of vLLM's methods and properties, what does the same here, or why there is none."""
 
 
 class LLMEngine(RequestIntake):
@@ -153,6 +172,17 @@ class LLMEngine(RequestIntake):
         self._reference = weakref.ref(self)
         if args.verbose:
             print(self.startup.table(args.model or "the embedded demo model"), file=sys.stderr, flush=True)
+
+    if not TYPE_CHECKING:  # or no checker would find a misspelt name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Says what takes the place of methods and properties that vLLM's engine has and this one has not."""
+            raise no_attribute(self, name, _ELSEWHERE)
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> Self:
+        """The same as the constructor, under vLLM's name."""
+        return cls(args)
 
     def _scheduling(self, args: EngineArgs) -> dict[str, Any]:
         """Options of the scheduler. Models with recurrent layers have a prefix cache if there are snapshots for it."""
@@ -270,12 +300,12 @@ class LLMEngine(RequestIntake):
                 "Prefixes of models with recurrent layers cannot be pinned: a pin would keep their blocks, but not the"
                 " states behind them."
             )
-        return self._core.pin_prefix(self._token_array(prompt), checked_salt(cache_salt))
+        return self._core.pin_prefix(*self._prefix(prompt, cache_salt))
 
     def unpin_prefix(self, prompt: Prompt, cache_salt: str | None = None) -> bool:
         """Lets a pinned prefix be reused again. Returns whether it was pinned."""
         self._check_open()
-        return self._core.unpin_prefix(self._token_array(prompt), checked_salt(cache_salt))
+        return self._core.unpin_prefix(*self._prefix(prompt, cache_salt))
 
     def sleep(self, level: int = 1) -> bool:
         """Gives memory back while the engine lives: 1 that of the KV cache, 2 that of the weights, too. Cached prefixes
@@ -416,8 +446,10 @@ class LLMEngine(RequestIntake):
             source, lambda: Tokenizer.load(source), model.vocab_size, self._eos_token_ids
         )
 
-    def _token_array(self, prompt: Prompt) -> np.ndarray:
-        return np.array(self._inputs.process(prompt, SamplingParams()).prompt_token_ids, np.int32)
+    def _prefix(self, prompt: Prompt, cache_salt: str | None) -> tuple[np.ndarray, str | None]:
+        """A prompt's tokens, int32 [n], and its salt."""
+        checked = self._inputs.process(prompt, SamplingParams())
+        return np.array(checked.prompt_token_ids, np.int32), checked.salt(cache_salt)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -44,7 +44,9 @@ class _OpenSequence:
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """A request that has not finished. reports: it has outputs before it finishes. is_delta: these have what is new."""
+    """A request that has not finished. reports: it has outputs before it finishes. is_delta: these have what is new.
+    named: the log-probabilities of its prompt, once its tokens there have their texts.
+    """
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -52,6 +54,7 @@ class _OpenRequest:
     sequences: list[_OpenSequence]
     reports: bool
     is_delta: bool
+    named: list[PositionLogprobs | None] | None = None
 
 
 class OutputProcessor:
@@ -133,6 +136,7 @@ class OutputProcessor:
 
     def _output(self, state: _OpenRequest, changed: list[_OpenSequence], finished: bool) -> RequestOutput:
         request = state.request
+        prompt_logprobs = self._prompt_logprobs(state, changed)
         completions: list[CompletionOutput]
         if not request.samples:
             completions = []
@@ -146,13 +150,6 @@ class OutputProcessor:
             if state.is_delta:
                 shown = changed if len(changed) == 1 else sorted(changed, key=lambda s: s.request.index)
             completions = [self._completion(s, s.request.index, state.is_delta) for s in shown]
-        prompt_logprobs = request.prompt_logprobs
-        if prompt_logprobs is not None:
-            texts = self._texts(request)
-            prompt_logprobs = [
-                position and _with_text(position, texts, token)
-                for position, token in zip(prompt_logprobs, state.prompt_token_ids, strict=False)
-            ]
         return RequestOutput(
             request_id=request.request_id,
             prompt=state.prompt,
@@ -165,6 +162,23 @@ class OutputProcessor:
             scores=request.scores,
             embedding=None if request.pooling is None else _embedding(request),
         )
+
+    def _prompt_logprobs(
+        self, state: _OpenRequest, changed: list[_OpenSequence]
+    ) -> list[PositionLogprobs | None] | None:
+        """Those of the prompt, where asked for. They are new where a sequence has its first tokens."""
+        found = state.request.prompt_logprobs
+        if found is None:
+            return None
+        if state.is_delta and all(sequence.num_sent for sequence in changed):
+            return []
+        if state.named is not found:
+            texts = self._texts(state.request)
+            for position, token in zip(found, state.prompt_token_ids, strict=False):
+                if position is not None:
+                    _with_text(position, texts, token)
+            state.named = found
+        return found
 
     def _completion(self, state: _OpenSequence, index: int, is_delta: bool) -> CompletionOutput:
         request = state.request

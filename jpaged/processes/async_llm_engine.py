@@ -19,7 +19,7 @@ import itertools
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 from jpaged.api.checks import check_bool, check_choice, check_integer
 from jpaged.api.config import EngineArgs, RestartOptions
@@ -32,12 +32,20 @@ from jpaged.api.errors import (
 )
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import SamplingParams
+from jpaged.api.unknown_names import no_attribute
 from jpaged.api.weights import InFlight
 from jpaged.engine.sequences.group import SequenceGroup
 from jpaged.engine.sequences.seeds import default_seed
 from jpaged.engine.stats import EngineStats
 from jpaged.frontend.embedding_config import EmbeddingConfig
-from jpaged.frontend.inputs import InputProcessor, Params, ProcessedInput, Prompt, request_ids_to_abort
+from jpaged.frontend.inputs import (
+    InputProcessor,
+    Params,
+    ProcessedInput,
+    Prompt,
+    refuse_unsupported,
+    request_ids_to_abort,
+)
 from jpaged.frontend.reranking import Reranker
 from jpaged.host.hub import model_directory
 from jpaged.processes import wire
@@ -54,6 +62,29 @@ from jpaged.text.tokenizer import Tokenizer
 
 VIEW_S = 5.0
 """What is asked of replicas to look at them has this long to come. One that hangs is left out."""
+
+_ELSEWHERE = {
+    "add_lora": "adapters are not loaded; merge the adapter into the checkpoint",
+    "add_request": "`generate` adds a request and yields its outputs",
+    "collective_rpc": "`update_weights` reaches the weights",
+    "dead_error": "it is `failure`",
+    "do_log_stats": "`get_metrics` has the counters",
+    "errored": "`is_alive` says whether it serves",
+    "get_model_config": "`args` has the options, and `ready` returns what the model has",
+    "get_tokenizer": "it is `tokenizer`, and transformers' own is `tokenizer.hf`",
+    "get_vllm_config": "`args` has the options",
+    "is_running": "it is `is_alive`",
+    "is_sleeping": "`get_metrics` says it: `asleep`",
+    "is_stopped": "`is_alive` says whether it serves",
+    "model_config": "`args` has the options, and `ready` returns what the model has",
+    "pause_generation": "it is `pause`",
+    "resume_generation": "it is `resume`",
+    "start_profile": "JAX's profiler traces steps, in a process that has an `LLMEngine`",
+    "stop_profile": "JAX's profiler traces steps, in a process that has an `LLMEngine`",
+    "vllm_config": "`args` has the options",
+    "wait_for_requests_to_drain": "`num_unfinished` says how many requests there are",
+}
+"""Of vLLM's methods and properties, what does the same here, or why there is none."""
 
 _NOT_KEPT = "no copy was kept of its weights (update_weights with keep=False); start an engine and give it weights"
 
@@ -146,6 +177,12 @@ class AsyncLLMEngine:
         self.update_seconds: dict[str, float] = {}
         self._tokenizing = AsyncTokenizer(self.tokenizer)
 
+    if not TYPE_CHECKING:  # or no checker would find a misspelt name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Says what takes the place of methods and properties that vLLM's engine has and this one has not."""
+            raise no_attribute(self, name, _ELSEWHERE)
+
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> Self:
         """The same as the constructor, under vLLM's name."""
@@ -224,11 +261,14 @@ class AsyncLLMEngine:
         cache_salt: str | None = None,
         trace_headers: Mapping[str, str] | None = None,
         max_backlog_bytes: int | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Completes a prompt. A caller that stops iterating aborts the request, which frees its blocks at once.
 
         Args:
-            prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; or what `process` made of it.
+            prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}, with or without a "cache_salt"; or
+                what `process` made of it.
             sampling_params: how to sample, to search or to pool; the model's defaults if None. `output_kind` says what
                 is yielded: all so far (CUMULATIVE), what is new (DELTA), or once at the end (FINAL_ONLY). An output
                 may hold several tokens, when they came faster than they were taken.
@@ -238,13 +278,16 @@ class AsyncLLMEngine:
             max_backlog_bytes: of log-probabilities that are kept while the caller takes none; above it the request is
                 aborted. None: no limit. Not for FINAL_ONLY.
             trace_headers: of the client's request, for `observers`: `traceparent`, `tracestate`, `x-request-id`.
+            lora_request, tokenization_kwargs: vLLM's options that are not supported.
         Raises:
             InvalidPromptError, InvalidParameterError, OutOfMemoryError: the input cannot be served.
+            UnsupportedParameterError: an option that is not supported is given, and not None.
             EngineDeadError: the engine process has ended, and is not started again.
             SuspectRequestError: it has ended each time that this request was running.
             SlowConsumerError: the caller took nothing for too long.
         """
         arrival_time = time.monotonic()
+        refuse_unsupported(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         ready = await self.ready()
         params = ready.default_sampling_params if sampling_params is None else sampling_params
         checked = prompt if isinstance(prompt, ProcessedInput) else await self.process(prompt, params)

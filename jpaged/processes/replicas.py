@@ -43,7 +43,7 @@ from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.api.weights import InFlight
 from jpaged.engine.limits import RequestLimits
-from jpaged.engine.sequences.request import Request, checked_salt
+from jpaged.engine.sequences.request import Request
 from jpaged.engine.sequences.seeds import default_seed
 from jpaged.engine.stats import EngineStats
 from jpaged.frontend.embedding_config import EmbeddingConfig
@@ -244,10 +244,11 @@ class ReplicatedEngine(RequestIntake):
             OutOfMemoryError: too little of a replica's pool would be left; nothing is pinned on any.
         """
         self._check_alive()
-        salt = checked_salt(cache_salt)
         requests = [
-            self._inputs.request(f"pin-{uuid.uuid4()}", prompt, _COMPUTE_ONLY, cache_salt=salt) for _ in self._replicas
+            self._inputs.request(f"pin-{uuid.uuid4()}", prompt, _COMPUTE_ONLY, cache_salt=cache_salt)
+            for _ in self._replicas
         ]
+        salt = requests[0][0].cache_salt
         try:
             for replica, (request, checked) in zip(self._replicas, requests, strict=True):
                 tokens = checked.prompt_token_ids
@@ -272,8 +273,9 @@ class ReplicatedEngine(RequestIntake):
     def unpin_prefix(self, prompt: Prompt, cache_salt: str | None = None) -> bool:
         """Lets a pinned prefix be reused again. Returns whether it was pinned."""
         self._check_alive()
-        tokens = np.array(self._inputs.process(prompt, _COMPUTE_ONLY).prompt_token_ids, np.int32)
-        return any(self._change(wire.UnpinPrefix(tokens.tobytes(), checked_salt(cache_salt))))
+        checked = self._inputs.process(prompt, _COMPUTE_ONLY)
+        tokens = np.array(checked.prompt_token_ids, np.int32)
+        return any(self._change(wire.UnpinPrefix(tokens.tobytes(), checked.salt(cache_salt))))
 
     def sleep(self, level: int = 1) -> bool:
         """As `LLMEngine.sleep`, on every replica. Returns False, and does nothing, while requests are unfinished."""

@@ -42,7 +42,7 @@ class AsyncTokenizer:
         """As `InputProcessor.process`, which may be in a thread."""
         text: Any
         if isinstance(prompt, dict):
-            text = None if "prompt_token_ids" in prompt else prompt.get("prompt")
+            text = prompt.get("prompt") if prompt.get("prompt_token_ids") is None else None
         else:
             text = prompt
         if inputs.takes_long(params):

@@ -149,9 +149,6 @@ def checked_options(options: dict[str, Any], *, data_parallel_size: int = 1) -> 
     Raises:
         InvalidParameterError: one that does not exist, or is out of range.
     """
-    unknown = sorted(set(options) - set(EngineArgs.__dataclass_fields__))
-    if unknown:
-        raise InvalidParameterError(f"There is no option {unknown[0]!r}; it may be any field of EngineArgs.")
     args = EngineArgs(**{"data_parallel_size": data_parallel_size} | options)
     return {name: getattr(args, name) for name in options}
 

@@ -17,6 +17,7 @@ import numpy as np
 from jpaged.api.checks import check_bool
 from jpaged.api.config import EngineArgs
 from jpaged.api.errors import NOT_FINITE, InvalidParameterError, MalformedRowError, shown
+from jpaged.api.unknown_names import ENGINE, check_known
 from jpaged.frontend.for_scoring import for_scoring
 from jpaged.frontend.llm_engine import LLMEngine
 from jpaged.host.interrupt import Interruptible
@@ -66,11 +67,14 @@ class Scorer:
         add_special_tokens: bool = True,
         **options: Any,
     ) -> None:
-        unknown = sorted(set(options) - set(EngineArgs.__dataclass_fields__))
-        if unknown:
-            raise InvalidParameterError(f"Scorer has no option {unknown[0]!r}.")
+        check_known("Scorer", "option", options, EngineArgs.__dataclass_fields__, ENGINE)
         check_bool("add_special_tokens", add_special_tokens)
         args = EngineArgs(model=model, **options)
+        if args.reranker is not None:
+            raise InvalidParameterError(
+                f"reranker={args.reranker!r} judges pairs of texts, which LLM.score and the server's /v1/score take;"
+                " leave it out."
+            )
         if args.data_parallel_size != 1:
             raise InvalidParameterError(
                 f"Scorer is one engine, got data_parallel_size={args.data_parallel_size}; score_files and `jpaged"

@@ -21,6 +21,7 @@ from jpaged.api.errors import InvalidParameterError, InvalidPromptError, NonFini
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.frontend.llm_engine import LLMEngine
+from jpaged.frontend.reranking import Reranker
 from jpaged.host.interrupt import Interruptible
 from jpaged.scoring.ahead import Ahead
 from jpaged.scoring.inputs import Record, checked_inputs, read_records
@@ -30,7 +31,7 @@ from jpaged.scoring.progress import Progress
 from jpaged.scoring.shards import write_shard
 from jpaged.scoring.workers import Done, Shard
 from jpaged.serving.batch_requests import BadLine, BadRequest, BatchRequest, bad_line, parse_request, response_line
-from jpaged.serving.embedding_protocol import EmbeddingRequest
+from jpaged.serving.embeddings import PoolingBody
 from jpaged.serving.sampling import in_words_of
 from jpaged.text.tokenizer import Tokenizer
 
@@ -56,7 +57,8 @@ def run_batch(
     beside what, it was run.
 
     Args:
-        inputs: .jsonl, a request a line, for /v1/completions, /v1/chat/completions or /v1/embeddings.
+        inputs: .jsonl, a request a line, for /v1/completions, /v1/chat/completions, /v1/embeddings, /v1/score or
+            /v1/rerank.
         output: .jsonl; a line for each line of the input, in order. Lines that could not be served hold the error.
         model, options: as for `LLM`.
         overwrite: replace an output of this name, and drop unfinished work on it.
@@ -109,6 +111,7 @@ class BatchShards:
         if tokenizer is None:
             raise InvalidParameterError("run-batch needs a tokenizer; leave skip_tokenizer_init out.")
         self._tokenizer: Tokenizer = tokenizer
+        self._reranker = None if self._args.reranker is None else Reranker(tokenizer)
         self._model = self._args.model or "jpaged-demo"
         # Enough that the engine never lacks work; more would only wait in its queue.
         self._max_open = 2 * self._engine.startup.config.max_num_seqs
@@ -143,8 +146,10 @@ class BatchShards:
                         raise KeyboardInterrupt
                     for output in outputs:
                         line, number = open_prompts.pop(output.request_id)
-                        line.outputs[number] = output
-                        self._report_if_done(line, done, progress)
+                        if self._take(line, number, output):
+                            self._report_if_done(line, done, progress)
+                        else:
+                            open_prompts[self._ask_again(line, number, next(request_ids))] = line, number
             finally:
                 self._engine.abort_request(list(open_prompts))
 
@@ -157,7 +162,11 @@ class BatchShards:
             if line.record.error is not None:
                 raise BadLine(line.record.error)
             request = parse_request(
-                line.record.data, self._tokenizer, self._engine.default_sampling_params, self._engine.embeddings
+                line.record.data,
+                self._tokenizer,
+                self._engine.default_sampling_params,
+                self._engine.embeddings,
+                self._reranker,
             )
             line.request = request
             line.outputs = [None] * len(request.prompts)
@@ -181,6 +190,25 @@ class BatchShards:
             for request_id in added:
                 del open_prompts[request_id]
 
+    def _take(self, line: "_OpenLine", number: int, output: RequestOutput) -> bool:
+        """Takes what came of a prompt. Returns whether that is all: a reranker may have told one answer of two."""
+        reranker = None if line.request is None else line.request.reranker
+        if reranker is not None and not _has_failed(output):
+            line.found[number] = found = line.found.get(number, {}) | reranker.found(output)
+            if reranker.missing(found) is not None:
+                return False
+        line.outputs[number] = output
+        return True
+
+    def _ask_again(self, line: "_OpenLine", number: int, request_id: str) -> str:
+        """Asks a reranker for the answer that it has not told. Returns the request's id."""
+        request = line.request
+        assert request is not None
+        assert request.reranker is not None
+        params = request.reranker.params(request.reranker.missing(line.found[number]))
+        self._engine.add_request(request_id, request.prompts[number], params, cache_salt=request.body.cache_salt)
+        return request_id
+
     def _report_if_done(self, line: "_OpenLine", done: Done, progress: Progress) -> None:
         """Puts the line's answer into its shard, and writes the shard if that was the last."""
         outputs = [output for output in line.outputs if output is not None]
@@ -191,7 +219,10 @@ class BatchShards:
                 error = BadRequest(line.request.custom_id, NonFiniteLogitsError(), type(line.request.body))
                 line.answer = error.response
             else:
-                line.answer = response_line(line.request, self._model, outputs, self._tokenizer)
+                reranker, scores = line.request.reranker, None
+                if reranker is not None:
+                    scores = [reranker.score(line.found[number]) for number in range(len(outputs))]
+                line.answer = response_line(line.request, self._model, outputs, self._tokenizer, scores)
         tokens = sum(len(output.prompt_token_ids) for output in outputs)
         tokens += sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
         progress(1, tokens)
@@ -214,13 +245,16 @@ class _OpenShard:
 
 @dataclass
 class _OpenLine:
-    """A line that is not answered yet. outputs: its prompts' outputs. answer: the line to write, once it is known."""
+    """A line that is not answered yet. outputs: its prompts' outputs. found: what a reranker has told of its prompts.
+    answer: the line to write, once it is known.
+    """
 
     shard: _OpenShard
     position: int
     record: Record
     request: BatchRequest | None = None
     outputs: list[RequestOutput | None] = field(default_factory=list)
+    found: dict[int, dict[int, float]] = field(default_factory=dict)
     answer: dict[str, Any] | None = None
 
 
@@ -232,7 +266,7 @@ def _lines_of(shard: Shard) -> Iterator[_OpenLine]:
 
 def _in_words_of(request: BatchRequest) -> AbstractContextManager[None]:
     """Errors raised inside speak of the fields of the request's body."""
-    if isinstance(request.body, EmbeddingRequest):
+    if isinstance(request.body, PoolingBody):
         return nullcontext()
     return in_words_of(request.body, request.constraint)
 

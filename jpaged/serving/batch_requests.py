@@ -21,25 +21,27 @@ from jpaged.api.pooling_params import PoolingParams
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.frontend.embedding_config import EmbeddingConfig
 from jpaged.frontend.inputs import Params, ProcessedInput, Prompt, as_prompt_list
+from jpaged.frontend.reranking import Reranker
 from jpaged.serving import embeddings
 from jpaged.serving.answers import AnswerContext, answer_to
 from jpaged.serving.chat_template import template_arguments
 from jpaged.serving.constraints import Constraint
 from jpaged.serving.embedding_protocol import EmbeddingRequest
+from jpaged.serving.embeddings import PoolingBody
 from jpaged.serving.errors import ApiError, api_error, decoding_error
 from jpaged.serving.protocol import ChatCompletionRequest, CompletionRequest, refuse_unsupported
 from jpaged.serving.sampling import in_words_of, sampling_of
 from jpaged.serving.turns import Reading, reading_of, turn_of
 from jpaged.text.tokenizer import Tokenizer
 
-COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
-Body = CompletionRequest | ChatCompletionRequest | EmbeddingRequest
+Body = CompletionRequest | ChatCompletionRequest | PoolingBody
 
 _KINDS: dict[str, type[Body]] = {
     COMPLETIONS: CompletionRequest,
     CHAT: ChatCompletionRequest,
-    EMBEDDINGS: EmbeddingRequest,
+    **{path: kind for kind, paths in embeddings.PATHS.items() for path in paths},
 }
 
 _SERVER_ONLY = ("stream", "stream_options", "request_id", "priority", "truncate_prompt_tokens", "truncation_side")
@@ -50,9 +52,9 @@ _IDLE = {"stream": False, "priority": 0}
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """A line's request: one prompt, or several for completions and embeddings. params are the same for all.
+    """A line's request: one prompt, or several for completions, embeddings and scores. params are the same for all.
 
-    reading, constraint: of a chat that has tools or reasoning.
+    reading, constraint: of a chat that has tools or reasoning. reranker: what judges the prompts, which are pairs.
     """
 
     custom_id: str
@@ -61,6 +63,7 @@ class BatchRequest:
     params: Params
     reading: Reading | None = None
     constraint: Constraint | None = None
+    reranker: Reranker | None = None
 
 
 class BadLine(Exception):
@@ -76,15 +79,20 @@ class BadRequest(Exception):
 
     def __init__(self, custom_id: str, error: Exception, kind: type[Body]) -> None:
         super().__init__(str(error))
-        prompt_field = {ChatCompletionRequest: "messages", EmbeddingRequest: "input"}.get(kind, "prompt")
+        prompt_field = "messages" if kind is ChatCompletionRequest else embeddings.PROMPT_FIELDS.get(kind, "prompt")
         answer = api_error(error, kind.__struct_fields__, prompt_field)
         self.response = _line(custom_id, answer.status, answer.body())
 
 
 def parse_request(
-    line: Any, tokenizer: Tokenizer, defaults: SamplingParams, embedding: EmbeddingConfig | None = None
+    line: Any,
+    tokenizer: Tokenizer,
+    defaults: SamplingParams,
+    embedding: EmbeddingConfig | None = None,
+    reranker: Reranker | None = None,
 ) -> BatchRequest:
-    """Parses a line. defaults: for sampling fields that the body leaves out. embedding: how the model embeds.
+    """Parses a line. defaults: for sampling fields that the body leaves out. embedding: how the model embeds. reranker:
+    what judges pairs of texts, instead of their embeddings.
 
     Raises:
         BadLine: it is no request. BadRequest: its body asks for what cannot be done.
@@ -99,7 +107,7 @@ def parse_request(
     url, given = line.get("url"), line.get("body")
     kind = _KINDS.get(url) if isinstance(url, str) else None
     if kind is None:
-        raise BadLine(f"url must be {COMPLETIONS}, {CHAT} or {EMBEDDINGS}, got {shown(url)}.", custom_id)
+        raise BadLine(f"url must be one of {', '.join(_KINDS)}, got {shown(url)}.", custom_id)
     if not isinstance(given, Mapping):
         raise BadLine(f"body must be an object, got {type(given).__name__}.", custom_id)
     try:
@@ -111,8 +119,8 @@ def parse_request(
         except msgspec.ValidationError as error:
             raise decoding_error(error) from error
         _check(body)
-        if isinstance(body, EmbeddingRequest):
-            return _to_embed(custom_id, body, tokenizer, embedding or EmbeddingConfig())
+        if isinstance(body, PoolingBody):
+            return _to_embed(custom_id, body, tokenizer, embedding or EmbeddingConfig(), reranker)
         return _to_generate(custom_id, body, tokenizer, defaults)
     except (ApiError, JPagedError) as error:
         raise BadRequest(custom_id, error, kind) from error
@@ -126,8 +134,13 @@ def _check(body: Body) -> None:
             raise UnsupportedParameterError(f"{name} is not supported in a batch; leave it out.")
 
 
-def _to_embed(custom_id: str, body: EmbeddingRequest, tokenizer: Tokenizer, config: EmbeddingConfig) -> BatchRequest:
+def _to_embed(
+    custom_id: str, body: PoolingBody, tokenizer: Tokenizer, config: EmbeddingConfig, reranker: Reranker | None
+) -> BatchRequest:
     prompts: list[Prompt]
+    if reranker is not None and not isinstance(body, EmbeddingRequest):
+        prompts = embeddings.judgements(body, reranker)
+        return BatchRequest(custom_id, body, prompts, reranker.params(), reranker=reranker)
     conversation = embeddings.conversation_of(body)
     if conversation is None:
         prompts = _with_special(body, embeddings.prompts_of(body), tokenizer)
@@ -138,9 +151,7 @@ def _to_embed(custom_id: str, body: EmbeddingRequest, tokenizer: Tokenizer, conf
     return BatchRequest(custom_id, body, prompts, embeddings.params_of(body, config))
 
 
-def _with_special(
-    body: CompletionRequest | EmbeddingRequest, prompts: list[Prompt], tokenizer: Tokenizer
-) -> list[Prompt]:
+def _with_special(body: CompletionRequest | PoolingBody, prompts: list[Prompt], tokenizer: Tokenizer) -> list[Prompt]:
     """Texts as tokens where the request wants no special ones."""
     if body.add_special_tokens is not False:
         return prompts
@@ -171,12 +182,17 @@ def _to_generate(
 
 
 def response_line(
-    request: BatchRequest, model: str, outputs: Sequence[RequestOutput], tokenizer: Tokenizer
+    request: BatchRequest,
+    model: str,
+    outputs: Sequence[RequestOutput],
+    tokenizer: Tokenizer,
+    scores: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """The line of a request whose prompts have all been answered."""
+    """The line of a request whose prompts have all been answered. scores: a reranker's."""
     body, name = request.body, uuid.uuid4().hex
-    if isinstance(body, EmbeddingRequest):
-        found = embeddings.answer(body, f"embd-{name}", body.model or model, outputs)
+    if isinstance(body, PoolingBody):
+        own_id = f"{embeddings.ID_PREFIXES[type(body)]}-{name}"
+        found = embeddings.answer(body, own_id, body.model or model, outputs, scores)
         return _line(request.custom_id, 200, msgspec.json.encode(found))
     prompts = [ProcessedInput(output.prompt, output.prompt_token_ids, ()) for output in outputs]
     kind = "chatcmpl" if isinstance(body, ChatCompletionRequest) else "cmpl"

@@ -19,15 +19,17 @@ from jpaged.frontend.inputs import Params, ProcessedInput
 from jpaged.frontend.reranking import Reranker
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.admission import Admission, Ticket, client_of
-from jpaged.serving.embedding_protocol import EmbeddingRequest, RerankRequest, ScoreRequest
+from jpaged.serving.embedding_protocol import EmbeddingRequest, RerankRequest
 from jpaged.serving.embeddings import (
+    ID_PREFIXES,
+    PATHS,
     PROMPT_FIELDS,
     PoolingBody,
     answer,
     conversation_of,
+    judgements,
     params_of,
     prompts_of,
-    text_pairs,
 )
 from jpaged.serving.errors import ApiError, api_error
 from jpaged.serving.http import guarded, unless_disconnected
@@ -38,22 +40,13 @@ from jpaged.serving.options import AppOptions
 from jpaged.serving.protocol import json_decoder, refuse_unsupported
 from jpaged.serving.streams import all_outputs
 
-_KINDS: dict[type[PoolingBody], tuple[str, ...]] = {
-    EmbeddingRequest: ("/v1/embeddings",),
-    ScoreRequest: ("/v1/score", "/score"),
-    RerankRequest: ("/v1/rerank", "/v2/rerank", "/rerank"),
-}
-
-_PREFIXES: dict[type[PoolingBody], str] = {EmbeddingRequest: "embd", ScoreRequest: "score", RerankRequest: "rerank"}
-"""How answers' ids begin."""
-
 
 def embedding_routes(engine: AsyncLLMEngine, options: AppOptions, admission: Admission) -> list[Route]:
     """Each kind of request at each of its paths."""
     server = _Handlers(engine, options, admission)
     return [
         Route(path, guarded(partial(server.serve, json_decoder(kind))), methods=["POST"])
-        for kind, paths in _KINDS.items()
+        for kind, paths in PATHS.items()
         for path in paths
     ]
 
@@ -98,7 +91,7 @@ class _Handlers:
             reranker = None
             if self._reranker is not None and not isinstance(body, EmbeddingRequest):
                 reranker = self._reranker
-                prompts = await self._engine.in_thread(partial(_judgements, body, reranker))
+                prompts = await self._engine.in_thread(partial(judgements, body, reranker))
             elif conversation is None:
                 prompts = prompts_of(body)
             else:
@@ -116,7 +109,7 @@ class _Handlers:
                     scores = await unless_disconnected(request.receive, self._scores(reranker, job, outputs))
             if reranker is None and any(output.embedding is None for output in outputs):
                 raise _aborted()  # what is not finite has raised by now
-            name = f"{_PREFIXES[type(body)]}-{body.request_id or secrets.token_hex(16)}"
+            name = f"{ID_PREFIXES[type(body)]}-{body.request_id or secrets.token_hex(16)}"
             model = body.model or self._options.served_model_names[0]
             # Thousands of numbers each take long to write.
             written = await self._engine.in_thread(
@@ -161,19 +154,6 @@ class _Handlers:
         self._admission.take_tokens(ticket, sum(len(one.prompt_token_ids) for one in processed))
         own_id = f"pool-{secrets.token_hex(16)}"
         return PooledJob(own_id, processed, params, ticket, body.priority or 0, body.cache_salt, headers)
-
-
-def _judgements(body: ScoreRequest | RerankRequest, reranker: Reranker) -> list[Any]:
-    """The prompts that ask a reranker.
-
-    Raises:
-        ApiError: as `prompts_of`; or a field is not for rerankers.
-    """
-    for name in ("truncate_prompt_tokens", "add_special_tokens"):
-        if getattr(body, name) is not None:
-            raise ApiError(400, f"{name} is not supported with a reranker; leave it out.", param=name)
-    prompts_of(body)
-    return [reranker.prompt(query, document, body.instruction) for query, document in text_pairs(body)]
 
 
 def _judged(output: RequestOutput) -> RequestOutput:

@@ -12,6 +12,7 @@ from jpaged.api.outputs import RequestOutput
 from jpaged.api.pooling_params import PoolingParams
 from jpaged.frontend.embedding_config import EmbeddingConfig
 from jpaged.frontend.inputs import Prompt, as_prompt_list
+from jpaged.frontend.reranking import Reranker
 from jpaged.serving.embedding_protocol import (
     Document,
     Embedding,
@@ -30,6 +31,15 @@ from jpaged.serving.protocol import PromptTokensDetails, TokenizeRequest, Usage
 
 PoolingBody = EmbeddingRequest | ScoreRequest | RerankRequest
 PoolingResponse = EmbeddingResponse | ScoreResponse | RerankResponse
+
+PATHS: dict[type[PoolingBody], tuple[str, ...]] = {
+    EmbeddingRequest: ("/v1/embeddings",),
+    ScoreRequest: ("/v1/score", "/score"),
+    RerankRequest: ("/v1/rerank", "/v2/rerank", "/rerank"),
+}
+
+ID_PREFIXES: dict[type[PoolingBody], str] = {EmbeddingRequest: "embd", ScoreRequest: "score", RerankRequest: "rerank"}
+"""How answers' ids begin."""
 
 PROMPT_FIELDS: dict[type, str] = {EmbeddingRequest: "input", ScoreRequest: "text_2", RerankRequest: "documents"}
 """The field of each kind of request that holds its prompts."""
@@ -83,7 +93,7 @@ def params_of(body: PoolingBody, config: EmbeddingConfig) -> PoolingParams:
             raise ApiError(400, "use_activation contradicts normalize; leave it out.", param="use_activation")
         return config.params(dimensions=body.dimensions, normalize=normalize)
     if body.instruction is not None:
-        raise InvalidParameterError("instruction is for rerankers; start the server with --reranker.")
+        raise InvalidParameterError("instruction is for rerankers; start with --reranker.")
     return config.params(normalize=True)
 
 
@@ -93,6 +103,19 @@ def text_pairs(body: ScoreRequest | RerankRequest) -> list[tuple[str, str]]:
         return [(body.query, text) for text in _texts(body)]
     first, second = pairs_of(body) or ([], [])
     return list(zip(first * (len(second) // len(first)), second, strict=True))
+
+
+def judgements(body: ScoreRequest | RerankRequest, reranker: Reranker) -> list[Prompt]:
+    """The prompts that ask a reranker.
+
+    Raises:
+        ApiError: as `prompts_of`; or a field is not for rerankers.
+    """
+    for name in ("truncate_prompt_tokens", "add_special_tokens"):
+        if getattr(body, name) is not None:
+            raise ApiError(400, f"{name} is not supported with a reranker; leave it out.", param=name)
+    prompts_of(body)
+    return [reranker.prompt(query, document, body.instruction) for query, document in text_pairs(body)]
 
 
 def answer(

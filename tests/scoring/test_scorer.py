@@ -212,6 +212,10 @@ def test_a_completion_that_adds_no_token_is_reported():
 def test_a_scorer_is_one_engine():
     with pytest.raises(InvalidParameterError, match=r"data_parallel_size=2; score_files"):
         Scorer(data_parallel_size=2)
+    with pytest.raises(InvalidParameterError, match="reranker='qwen3' judges pairs of texts"):
+        Scorer(reranker="qwen3")
+    with pytest.raises(InvalidParameterError, match="Scorer has no option 'enforce_eager': steps are always compiled"):
+        Scorer(enforce_eager=True)
 
 
 def test_a_gpu_gets_large_steps_unless_other_shapes_are_asked_for(monkeypatch):

@@ -1,6 +1,7 @@
 """OpenAI batch files through the embedded model."""
 
 import json
+import math
 import re
 import threading
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 
 from jpaged import LLM, BeamSearchParams, SamplingParams
 from jpaged.api.errors import InvalidParameterError
-from jpaged.api.outputs import CompletionOutput, RequestOutput
+from jpaged.api.outputs import CompletionOutput, Logprob, RequestOutput
 from jpaged.assets import demo_model_path
 from jpaged.cli import main
 from jpaged.frontend.embedding_config import EmbeddingConfig
@@ -31,6 +32,7 @@ def request(name, url, **body):
     return {"custom_id": name, "method": "POST", "url": url, "body": body}
 
 
+TEXTS = ["Once upon a time", "One day", "A fox"]
 MESSAGES = [{"role": "user", "content": "A story about a fox"}]
 GOOD = [
     request("greedy", COMPLETIONS, prompt="Once upon a time", temperature=0, max_tokens=12),
@@ -146,12 +148,18 @@ def test_a_batch_takes_what_the_server_takes_and_blames_the_field_that_is_wrong(
         request("named", COMPLETIONS, prompt="a", model="\ud800"),
         request("odd", COMPLETIONS, prompt="a", **{"\ud800": 1}),
         request("bare", COMPLETIONS, prompt="One day", temperature=0, max_tokens=4, add_special_tokens=False),
+        request("pairs", "/v1/score", queries="One day", documents=TEXTS),
+        request("ranking", "/rerank", query="One day", documents=TEXTS, top_n=1),
+        request("uneven", "/score", text_1=TEXTS, text_2=TEXTS[:1]),
+        request("judged", "/v1/rerank", query="One day", documents=TEXTS, instruction="Find foxes"),
     ]
     code, answers = run(tmp_path / "all", lines)
     assert code == 1
-    assert [answer["response"]["status_code"] for answer in answers] == [200] * 4 + [400] * 7 + [200]
-    blamed = [answer["response"]["body"]["error"]["param"] for answer in answers[4:9]]
-    assert blamed == ["max_tokens", "chat_template_kwargs", "tools", "priority", "truncate_prompt_tokens"]
+    statuses = [answer["response"]["status_code"] for answer in answers]
+    assert statuses == [200] * 4 + [400] * 7 + [200] * 3 + [400] * 2
+    blamed = [answer["response"]["body"]["error"]["param"] for answer in (*answers[4:9], *answers[14:])]
+    assert blamed[:5] == ["max_tokens", "chat_template_kwargs", "tools", "priority", "truncate_prompt_tokens"]
+    assert blamed[5:] == ["text_1", "instruction"]
     assert all("lone surrogate" in answer["response"]["body"]["error"]["message"] for answer in answers[9:11])
 
     llm = LLM(**DEMO_ENGINE, verbose=False)
@@ -171,6 +179,10 @@ def test_a_batch_takes_what_the_server_takes_and_blames_the_field_that_is_wrong(
     assert answers[11]["response"]["body"]["usage"]["prompt_tokens"] == len(bare)
     told = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)[0]
     assert chat["token_ids"] == told.outputs[0].token_ids
+    scores = [one.outputs.score for one in llm.score("One day", TEXTS, use_tqdm=False)]
+    pairs, ranking = (answer["response"]["body"] for answer in answers[12:14])
+    np.testing.assert_allclose([one["score"] for one in pairs["data"]], scores, atol=1e-5)
+    assert [one["index"] for one in ranking["results"]] == [int(np.argmax(scores))]
 
 
 @pytest.mark.parametrize("content", ["", "\n"])
@@ -219,6 +231,45 @@ class FakeEngine:
 
     def abort_request(self, request_ids):
         assert not request_ids
+
+
+class JudgingEngine(FakeEngine):
+    """Tells of one answer at first, as where the other is not among the likeliest. "yes" is token 1, "no" 2."""
+
+    def __init__(self, args) -> None:
+        super().__init__(args)
+        self.tokenizer = SimpleNamespace(encode=self.encode, encode_plain=self.encode)
+        self.asked: dict[str, tuple[list[int], SamplingParams]] = {}
+
+    def encode(self, text, **options):
+        return {"yes": [1], "no": [2]}.get(text) or [ord(c) for c in text]
+
+    def add_request(self, request_id, prompt, params, *, cache_salt):
+        assert cache_salt == "a"
+        self.open.append(request_id)
+        self.asked[request_id] = prompt, params
+
+    def step(self):
+        request_id = self.open.pop()
+        prompt, params = self.asked[request_id]
+        text = "".join(map(chr, prompt))
+        answer = params.allowed_token_ids[0] if "snail" in text else params.allowed_token_ids[-1]
+        logprob = Logprob(-1.0 if answer == 1 else -2.0 - text.count("fox"))
+        completion = CompletionOutput(0, "", [answer], logprobs=[{answer: logprob}], finish_reason="length")
+        return [RequestOutput(request_id, None, prompt, [completion], True)]
+
+
+def test_a_reranker_judges_the_pairs_of_a_line_by_both_answers(tmp_path, monkeypatch):
+    monkeypatch.setattr(batch, "LLMEngine", JudgingEngine)
+    line = request("a", "/v1/score", text_1="q", text_2=["snail", "fox", "fox fox"], cache_salt="a")
+    shard = Shard(0, [Record(0, "f", 0, line)])
+    processor = batch.BatchShards({"engine": {"reranker": "qwen3"}}, tmp_path)
+    entries = []
+    processor.run([shard], entries.append, lambda rows, tokens: None)
+    assert [entry["failed"] for entry in entries] == [0]
+    answer = json.loads(next(tmp_path.iterdir()).read_text())["response"]["body"]
+    expected = [1 / (1 + math.exp(-1.0 - num_foxes)) for num_foxes in range(3)]
+    assert [one["score"] for one in answer["data"]] == pytest.approx(expected)
 
 
 @pytest.mark.timeout(30)
