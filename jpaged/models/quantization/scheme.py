@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.api.errors import CheckpointError, UnsupportedModelError, shown
-from jpaged.models.quantization.layers import Kind, StoredLayer
+from jpaged.models.quantization.layers import Kind, RowOrder, StoredLayer
 
 FLOAT_TYPES = ("F32", "BF16", "F16")
 """Types that scales are stored in, as safetensors files name them."""
@@ -115,6 +115,14 @@ class Scheme:
 
         Raises:
             BadTensor: one holds what cannot be served.
+        """
+        raise NotImplementedError
+
+    def rounded(self, weight: jax.Array, order: RowOrder) -> tuple[jax.Array, jax.Array]:
+        """Of a scheme that is online: values [outputs, inputs] and scales [outputs, 1], the same bits as `arrays` makes
+        of a weight, on the device that this is on. The weight must be finite.
+
+        order: how it becomes [outputs, inputs].
         """
         raise NotImplementedError
 
