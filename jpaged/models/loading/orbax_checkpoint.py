@@ -14,15 +14,15 @@ parallelism splits. Padding and copies of key-value heads (`sharding`) are made 
 
 Quantized checkpoints are stored as their layers keep them: values, scales and so on, each in its type, under the names
 of the quantized model's parameters; config.json has their "quantization_config". Where weights are quantized while they
-are read, the checkpoint has those of the plain model, which are read and rounded one at a time.
+are read, the checkpoint has those of the plain model, which are read and rounded a few at a time (`_Tree.together`).
 """
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from math import gcd
+from functools import cache, partial
+from math import gcd, prod
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,11 @@ from jpaged.models.config_reader import read_json
 from jpaged.models.linear import LinearLayout
 from jpaged.models.loading.pieces import repeat_kv_heads
 from jpaged.models.loading.quantized import repeated_scales
+from jpaged.models.loading.runs import MOST_BYTES
 from jpaged.models.model import Model, Weights
 from jpaged.models.quantization.layers import row_order_of_kernel
+from jpaged.models.quantization.mxfp4 import MOST_EXPONENT
+from jpaged.models.quantization.scheme import Scheme
 
 PARAMS = "params"
 """The folder of the Orbax checkpoint beside config.json."""
@@ -156,24 +159,29 @@ def _load(
         repeated = {} if mesh is None else repeated_scales(model, shard)
         targets = {name: _target(model, shard, name, leaf, repeated.get(name, 1), mesh) for name, leaf in kept.items()}
         for name, array in tree.read(targets).items():
+            if name.endswith(_SCALES) and model.quantized and not is_online:
+                _check_scales(tree, name, array)
             found[name] = targets[name].finish(array)
-            if name.endswith(_SCALES) and not is_online:
-                _check_scales(tree.path, name, found[name])
-        if is_online:
-            for name, layout in model.quantized.items():
-                found |= _rounded(tree, model, shard, name, layout, by_name, mesh)
+        for names in tree.together(model.quantized) if is_online else ():
+            leaves = {name: (by_name[name], by_name[f"{name}_scale"]) for name in names}
+            targets = {name: _plain_target(tree, model, shard, name, leaves[name], mesh) for name in names}
+            for name, array in tree.read(targets).items():
+                found[name], found[f"{name}_scale"] = targets[name].finish(array)
+                if not bool(jnp.all(jnp.isfinite(found[f"{name}_scale"]))):
+                    raise CheckpointError(f"{tree.path}: parameter {name!r} has NaN or infinity; save it again.")
+                del array
     return tuple(found[name] for name in model.parameter_names)
 
 
 @dataclass(frozen=True)
 class _Target:
     """How a parameter is read. sharding: at first. shape: that it is filled up to with zeros; None for its own. dtype:
-    that it is converted to. finish: makes of it what is wanted."""
+    that it is converted to. finish: makes of it what is wanted: of one that is quantized then, values and scales."""
 
     sharding: Any
     shape: tuple[int, ...] | None
     dtype: Any
-    finish: Callable[[jax.Array], jax.Array] = lambda array: array
+    finish: Callable[[jax.Array], Any] = lambda array: array
 
 
 def _target(
@@ -199,57 +207,61 @@ def _repeated(scales: jax.Array, times: int, shape: tuple[int, ...]) -> jax.Arra
     return jnp.pad(repeated, [(0, wanted - size) for size, wanted in zip(repeated.shape, shape, strict=True)])
 
 
-def _rounded(
+def _plain_target(
     tree: "_Tree",
     model: Model,
     shard: Model,
     name: str,
-    layout: LinearLayout,
-    stored: Mapping[str, jax.ShapeDtypeStruct],
+    leaves: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct],
     mesh: Mesh | None,
-) -> dict[str, jax.Array]:
-    """A plain parameter, read and quantized: the two that it becomes. layout: of the model's own. stored: what is
-    wanted, by name."""
-    scheme, copies = model.config.quantization, 1
+) -> _Target:
+    """How a parameter is read that is quantized then. leaves: what is wanted, values and scales."""
+    scheme, layout, copies = model.config.quantization, model.quantized[name], 1
     assert scheme is not None
-    leaves = [stored[name], stored[f"{name}_scale"]]
-    shape, sharding, padded = tree.shapes[name], leaves[0].sharding, None
+    shape, sharding, padded, axis = tree.shapes[name], leaves[0].sharding, None, layout.shard_axis
     if mesh is not None:
-        axis = layout.shard_axis
-        own = shard.quantized[name]
-        sizes = {**dict(zip(own.row_axes, own.rows, strict=True)), **dict(zip(own.input_axes, own.inputs, strict=True))}
-        sharding = NamedSharding(mesh, PartitionSpec(*(mesh.axis_names[0] if i == axis else None for i in sizes)))
-        wanted = tuple(sizes[i] * (mesh.size if i == axis else 1) for i in range(len(sizes)))
+        part = shard.quantized[name].kernel_shape
+        wanted = tuple(size * (mesh.size if i == axis else 1) for i, size in enumerate(part))
+        (over,) = mesh.axis_names
+        sharding = NamedSharding(mesh, PartitionSpec(*(over if i == axis else None for i in range(len(part)))))
         if layout.kv_heads and axis is not None and shard.config.kv_head_copies > 1:
             copies, sharding = shard.config.kv_head_copies, _grouped(mesh, shape, axis)
         elif wanted != shape:
             padded = wanted
+    return _Target(sharding, padded, tree.float_type(name), _rounding(scheme, layout, copies, leaves))
+
+
+@cache  # one program for all layers
+def _rounding(
+    scheme: Scheme, layout: LinearLayout, kv_head_copies: int, leaves: tuple[jax.ShapeDtypeStruct, ...]
+) -> Callable[[jax.Array], list[jax.Array]]:
+    """What makes values and scales, as `leaves`, of a plain parameter."""
 
     def rounded(weight: jax.Array) -> list[jax.Array]:
-        if copies > 1:
+        if kv_head_copies > 1:
             assert layout.shard_axis is not None
-            weight = repeat_kv_heads(weight, copies, layout.shard_axis)
+            weight = repeat_kv_heads(weight, kv_head_copies, layout.shard_axis)
         parts = scheme.rounded(weight, row_order_of_kernel(weight.shape, layout))
         return [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
 
-    (weight,) = tree.read({name: _Target(sharding, padded, tree.float_type(name))}).values()
-    values, scales = jax.jit(rounded, out_shardings=[leaf.sharding for leaf in leaves])(weight)
-    if not bool(jnp.all(jnp.isfinite(scales))):
-        raise CheckpointError(f"{tree.path}: parameter {name!r} has NaN or infinity; save it again.")
-    return {name: values, f"{name}_scale": scales}
+    return jax.jit(rounded, out_shardings=[leaf.sharding for leaf in leaves])
 
 
 _SCALES = ("_scale", "_input_scale", "_outer")
 """What the names of parameters end with that hold scales."""
 
 
-def _check_scales(path: Path, name: str, scales: jax.Array) -> None:
-    # Those of padding are zero.
-    wide = scales.astype(jnp.float32)
-    if not bool(jnp.all(jnp.isfinite(wide) & (wide >= 0))):
-        raise CheckpointError(
-            f"{path}: parameter {name!r} has a scale that is negative, infinite or NaN; save it again."
-        )
+def _check_scales(tree: "_Tree", name: str, scales: jax.Array) -> None:
+    """Raises CheckpointError where one cannot be served. scales: as read, maybe with padding, which is zeros."""
+    own = scales[tuple(slice(size) for size in tree.shapes[name])]
+    if own.dtype == jnp.float32:
+        good = jnp.isfinite(own) & (own > 0)
+    elif own.dtype == jnp.uint8:
+        good = own <= MOST_EXPONENT
+    else:  # of NVFP4, of which some may be zero
+        good = jnp.isfinite(own.astype(jnp.float32)) & (own >= 0)
+    if not bool(jnp.all(good)):
+        raise CheckpointError(f"{tree.path}: parameter {name!r} has a scale that cannot be; save or convert it again.")
 
 
 class _Tree:
@@ -293,6 +305,19 @@ class _Tree:
         """That a parameter is stored in; float32 for a wider one."""
         dtype = self._types[name]
         return dtype if dtype.itemsize <= 4 else jnp.dtype(jnp.float32)
+
+    def together(self, names: Iterable[str]) -> Iterator[list[str]]:
+        """Parameters that are read at once: as few as take `MOST_BYTES`, for each reading takes a tenth of a second."""
+        some: list[str] = []
+        size = 0
+        for name in names:
+            own = prod(self.shapes[name]) * self._types[name].itemsize
+            if some and size + own > MOST_BYTES:
+                yield some
+                some, size = [], 0
+            some.append(name)
+            size += own
+        yield some
 
     def read(self, targets: Mapping[str, _Target]) -> dict[str, jax.Array]:
         """Parameters by name; `_Target.finish` is still to be called."""
