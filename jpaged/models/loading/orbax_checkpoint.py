@@ -41,6 +41,7 @@ from jpaged.models.model import Model, Weights
 from jpaged.models.quantization.layers import row_order_of_kernel
 from jpaged.models.quantization.mxfp4 import MOST_EXPONENT
 from jpaged.models.quantization.scheme import Scheme
+from jpaged.pallas_kernels.common.numerics import LEAST_SCALE, MOST_SCALE
 
 PARAMS = "params"
 """The folder of the Orbax checkpoint beside config.json."""
@@ -255,7 +256,7 @@ def _check_scales(tree: "_Tree", name: str, scales: jax.Array) -> None:
     """Raises CheckpointError where one cannot be served. scales: as read, maybe with padding, which is zeros."""
     own = scales[tuple(slice(size) for size in tree.shapes[name])]
     if own.dtype == jnp.float32:
-        good = jnp.isfinite(own) & (own > 0)
+        good = (own >= LEAST_SCALE) & (own <= MOST_SCALE)
     elif own.dtype == jnp.uint8:
         good = own <= MOST_EXPONENT
     else:  # of NVFP4, of which some may be zero

@@ -1,6 +1,7 @@
 """Quantized checkpoints: what is read is what the published layouts say, and what cannot be served is named."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -18,10 +19,11 @@ from jpaged.frontend.model_of_config import options_of
 from jpaged.models.loading import orbax_checkpoint
 from jpaged.models.loading.live import WeightUpdater
 from jpaged.models.quantization import SUFFIXES
-from jpaged.models.quantization.fp8 import Fp8
-from jpaged.models.quantization.layers import StoredLayer
+from jpaged.models.quantization.fp8 import Fp8, quantize_rows
+from jpaged.models.quantization.layers import RowOrder, StoredLayer
 from jpaged.models.quantization.mxfp4 import Mxfp4
 from jpaged.models.quantization.nvfp4 import Nvfp4
+from jpaged.models.quantization.scheme import BadTensor, checked_scales
 from jpaged.pallas_kernels.fp8_product.reference import dequantized as fp8_dequantized
 from jpaged.pallas_kernels.int4_product.reference import dequantized as int4_dequantized
 from jpaged.pallas_kernels.int4_product.reference import nvfp4_dequantized
@@ -267,6 +269,24 @@ def test_scales_that_cannot_be_are_named(layout, suffix, plain, tmp_path):
     write_tensors(directory / "model.safetensors", good | {name: good[name].astype(np.int32)})
     with pytest.raises(CheckpointError, match=f"'{name}' has type I32"):
         load(directory)
+
+
+def test_scales_that_float32_does_not_compute_with_are_named():
+    """448 times 1e36 is infinity, and so is 448 divided by 1e-36."""
+    for value in (1e-36, 1e36):
+        said = re.escape(f"has a scale of {value:g}, which must be from 1e-35 to 1e+35")
+        with pytest.raises(BadTensor, match=said):
+            checked_scales({"weight_scale": np.array([1, value], np.float32)}, "weight_scale")
+
+
+def test_outputs_of_tiny_weights_become_zeros_and_no_nan():
+    """Whose scale a device would take for zero."""
+    weight = np.outer(np.float32([1e-30, 1e-33, 1e-36, 1e-37, 1e-40]), np.linspace(-1, 1, 33, dtype=np.float32))
+    arrays = quantize_rows(jnp.asarray(weight), RowOrder(weight.shape, (0, 1)))
+    found = np.asarray(fp8_dequantized(arrays[""], arrays["_scale"], None))
+    np.testing.assert_allclose(found[0], weight[0], rtol=0.07, atol=1e-33)
+    assert not found[1:].any()
+    np.testing.assert_array_equal(arrays["_scale"][1:], 1)
 
 
 def test_scales_of_nvfp4_that_cannot_be_are_named(plain, tmp_path):
