@@ -476,8 +476,8 @@ def _wrong(array: Any, shape: tuple[int, ...]) -> str | None:
     return None
 
 
-_CHECKED_AT_ONCE = 1 << 24
-"""Numbers of an array of numpy."""
+_CHECKED_AT_ONCE = 1 << 18
+"""Numbers of an array of numpy, so that what is computed of them stays in the cache of a core."""
 
 
 def _are_finite(arrays: Sequence[Any]) -> list[bool]:
@@ -494,8 +494,17 @@ def _is_finite(array: jax.Array) -> jax.Array:
 def _is_finite_on_host(array: np.ndarray) -> bool:
     flat = array.reshape(-1)
     parts = (flat[start : start + _CHECKED_AT_ONCE] for start in range(0, flat.size, _CHECKED_AT_ONCE))
-    with np.errstate(over="ignore"):
-        return all(np.isfinite(part.astype(np.float32, copy=False)).all() for part in parts)
+    return all(map(_is_finite_part, parts))
+
+
+def _is_finite_part(part: np.ndarray) -> bool:
+    """By the bits of the exponent: numpy's own test takes three to seven times as long for types of 16 bits."""
+    if part.dtype.itemsize > 4:
+        with np.errstate(over="ignore"):
+            part = part.astype(np.float32)
+    integers = np.dtype(f"u{part.dtype.itemsize}")
+    exponent = np.array(np.inf, part.dtype).view(integers)
+    return bool(((part.view(integers) & exponent) != exponent).all())
 
 
 def _unknown_to_jax(array: np.ndarray) -> str:

@@ -512,9 +512,12 @@ def test_arrays_that_cannot_be_rounded_and_quantized_checkpoints_are_refused_by_
     name = "model.layers.1.mlp.down_proj.weight"
     for number in (np.nan, -np.inf):
         bad = tensors[name].at[3, 5].set(number)
-        for array in (bad, np.asarray(bad), np.asarray(bad, np.float16)):
+        for array in (bad, np.asarray(bad), np.asarray(bad, jnp.bfloat16), np.asarray(bad, np.float64)):
             with pytest.raises(InvalidParameterError, match=f"'{name}' has NaN or infinity.*Nothing was changed"):
                 updater.match(tensors | {name: array})
+    too_large = np.asarray(tensors[name], np.float64) * 1e300  # for float32
+    with pytest.raises(InvalidParameterError, match=f"'{name}' has NaN or infinity"):
+        updater.match(tensors | {name: too_large})
     with pytest.raises(InvalidParameterError, match=rf"'{name}' has shape \(3,\), the model implies"):
         updater.match(tensors | {name: jnp.zeros(3)})
     own = dict(zip(rounded.parameter_names, zeros(rounded), strict=True))
