@@ -20,7 +20,7 @@ from flax import nnx
 
 from jpaged import LLM, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from jpaged.api.errors import EngineAsleepError, InvalidParameterError, JPagedError, UnsupportedParameterError
-from jpaged.models import Model, ModelConfig, Weights, build, dense_causal_attend, registry
+from jpaged.models import Model, ModelConfig, Weights, build, dense_causal_attend, load, registry, save_pretrained
 from tests.tiny_models import TINY_ENGINE, tiny_model, write_tiny_model
 
 NAME = "llama-biases"
@@ -483,6 +483,43 @@ def test_what_is_no_configuration_and_weights_that_do_not_fit_are_refused_before
             LLM(model, weights=given, **options)
     with pytest.raises(UnsupportedParameterError, match="weights is for data_parallel_size=1"):
         LLM(contents, weights=weights, data_parallel_size=2, **TINY_ENGINE)
+
+
+def test_an_engine_that_rounds_to_fp8_takes_a_trainers_weights_and_compiles_nothing(tmp_path, compilations):
+    """They get the bits that loading gives a checkpoint of them; those that cannot be rounded change nothing."""
+    contents = tiny_model(NAME).config | {"num_hidden_layers": 1}
+    plain = build(ModelConfig.from_dict(contents), "float32")
+
+    def trained(seed: int) -> Weights:
+        return tuple(array.astype(jnp.bfloat16) for array in plain.init(seed))
+
+    with LLM(contents, weights=trained(0), quantization="fp8", **TINY_ENGINE) as llm:
+
+        def tokens() -> list[list[int]]:
+            return [list(one.outputs[0].token_ids) for one in llm.generate(PROMPTS[:1], params(5), use_tqdm=False)]
+
+        seen, compiled = [tokens()], 0
+        for seed in range(1, 5):
+            compiled = compilations.count if seed == 2 else compiled
+            llm.update_weights(dict(zip(plain.parameter_names, trained(seed), strict=True)))
+            seen.append(tokens())
+        assert compilations.count == compiled
+        assert len({str(one) for one in seen}) == 5
+        save_pretrained(plain, trained(4), tmp_path, "bfloat16")
+        startup = llm.engine.startup
+        for ours, theirs in zip(startup.runner.weights, load(startup.model, tmp_path), strict=True):
+            assert ours.dtype == theirs.dtype
+            assert np.array_equal(np.asarray(ours).view(np.uint8), np.asarray(theirs).view(np.uint8))
+
+        name = "layers.0.mlp.down"
+        bad = trained(4)[plain.parameter_names.index(name)].at[3, 5].set(np.nan)
+        with pytest.raises(InvalidParameterError, match=f"'{name}' has NaN or infinity, which cannot be quantized"):
+            llm.update_weights({name: bad}, partial=True)
+        assert tokens() == seen[4]
+        assert llm.sleep(2)
+        llm.update_weights(trained(3))
+        llm.wake_up()
+        assert tokens() == seen[3]
 
 
 PHI = {

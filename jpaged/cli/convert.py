@@ -44,7 +44,6 @@ def run(args: argparse.Namespace) -> int:
     orbax_checkpoint.check_target(args.out)  # before anything is downloaded or loaded
     directory = Path(resolve(args.model, args.revision))
     model = build(ModelConfig.from_directory(directory), args.dtype)
-    orbax_checkpoint.check_plain(model)
     weights = load(model, directory, device=jax.devices("cpu")[0], progress=not args.quiet and sys.stderr.isatty())
     orbax_checkpoint.save(model, weights, args.out)
     orbax_checkpoint.copy_companions(directory, args.out)

@@ -349,14 +349,15 @@ class LLMEngine(RequestIntake):
         Args:
             weights: a module of the model (`weights_as("module")`), an `nnx.State` of one, or a mapping, nested or
                 flat, to arrays, by the names of a Hugging Face checkpoint or of our own parameters. Of any floating
-                type of at least 16 bits; rounded to the model's. On any devices; those that are elsewhere are brought
-                here.
+                type of at least 16 bits; rounded to the model's, or to FP8 with `quantization="fp8"`. On any devices;
+                those that are elsewhere are brought here.
             partial: what is not given stays as it is; otherwise it is an error that names what is missing.
             in_flight: what running requests do. "recompute": they keep their tokens, and compute the keys and values of
                 these again. "continue": they go on with the keys and values that the old weights have computed.
         Raises:
-            InvalidParameterError: arrays are missing or surplus, or of another shape or type; the message names them.
-                Or an array is the engine's own, or JAX is tracing. The engine goes on with the weights that it has.
+            InvalidParameterError: arrays are missing or surplus, or of another shape or type, or have NaN or infinity
+                and are to be quantized; the message names them. Or an array is the engine's own, or JAX is tracing, or
+                the engine's checkpoint is quantized. The engine goes on with the weights that it has.
             OutOfMemoryError: the engine sleeps at level 2 and others have the memory. It sleeps on.
             EngineDeadError: the device failed in the middle, for want of memory say; the engine is of no more use.
         """

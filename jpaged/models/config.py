@@ -179,9 +179,11 @@ class ModelConfig:
                 config[f"{entry}_shape"] = [*read_header(file)[fused].shape]
         return ModelConfig.from_dict(config, max_model_len, quantization)
 
-    def saved_as(self, dtype: str) -> dict[str, Any]:
-        """The config.json of a checkpoint whose weights are saved in this type, which is never a quantized one."""
-        kept = {name: value for name, value in self.source.items() if name not in ("dtype", "quantization_config")}
+    def saved_as(self, dtype: str, *, quantized: bool = False) -> dict[str, Any]:
+        """The config.json of a checkpoint whose weights are saved in this type. quantized: those that are quantized
+        stay so."""
+        left_out = ("dtype",) if quantized else ("dtype", "quantization_config")
+        kept = {name: value for name, value in self.source.items() if name not in left_out}
         return kept | {"architectures": [self.architecture], "torch_dtype": dtype}
 
     def with_router_skew(self, zipf: float) -> Self:

@@ -167,6 +167,12 @@ class LinearLayout:
         return tuple(axis for axis in range(len(self.rows) + len(inputs)) if axis not in inputs)
 
     @property
+    def kernel_shape(self) -> tuple[int, ...]:
+        """Of the plain kernel."""
+        sizes = dict(zip((*self.row_axes, *self.input_axes), (*self.rows, *self.inputs), strict=True))
+        return tuple(sizes[axis] for axis in range(len(sizes)))
+
+    @property
     def split_row(self) -> int | None:
         """Which of `rows` is split; None if none is."""
         return self.row_axes.index(self.shard_axis) if self.shard_axis in self.row_axes else None

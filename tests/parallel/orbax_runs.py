@@ -18,6 +18,7 @@ from jpaged.models.loading import checkpoint
 from jpaged.models.sharding import load_sharded
 from tests.parallel.models import eight_heads
 from tests.parallel.tensor_parallel_runs import ARGS, prompts, run
+from tests.support.quantized import plain_checkpoint, quantized_checkpoint
 from tests.tiny_models import write_tiny_model
 
 
@@ -70,3 +71,30 @@ def _same(ours: Any, theirs: Any) -> bool:
         a.shape == b.shape and a.dtype == b.dtype and a.sharding == b.sharding and np.array_equal(a, b)
         for a, b in zip(ours, theirs, strict=True)
     )
+
+
+def quantized(layouts: list[str], degree: int) -> list[str]:
+    """Where the shards of quantized weights in Orbax are not those of the same weights in safetensors.
+
+    layouts: "fp8" of weights that are rounded while they are read; behind a model's name and a slash of that one.
+    """
+    found = []
+    for one in layouts:
+        name, _, layout = one.rpartition("/")
+        with tempfile.TemporaryDirectory() as directory:
+            source, target = Path(directory) / "plain", Path(directory) / "orbax"
+            sizes = {"num_hidden_layers": 1} | ({"moe_intermediate_size": 64} if name else {})
+            plain_checkpoint(name or "llama-biases", source, **sizes)
+            asked = "fp8" if layout == "fp8" else None
+            if asked is None:
+                source = quantized_checkpoint(source, Path(directory) / "quantized", layout)
+            assert main(["convert", str(source), str(target), "--quiet"]) == 0
+            model = build(ModelConfig.from_directory(target, quantization=asked), "float32")
+            assert model.quantized
+            mesh = DeviceMesh(jax.devices()[:degree])
+            shard = mesh.shard_of(model)
+            loaded = [load_sharded(model, shard, mesh.mesh, path) for path in (source, target)]
+            for parameter, ours, theirs in zip(model.parameter_names, *loaded, strict=True):
+                if not _same([ours], [theirs]):
+                    found.append(f"{one}: {parameter}")
+    return found

@@ -23,6 +23,11 @@ def test_a_converted_checkpoint_loads_onto_any_mesh_as_the_original_does():
         assert found[name] == {"1": True, "2": True, "8": True}, name
 
 
+def test_quantized_weights_load_onto_a_mesh_as_those_of_safetensors_do():
+    """Rounded while they are read, with key-value heads that two shards hold each; and in blocks that shards share."""
+    assert call_with_eight_devices("tests.parallel.orbax_runs:quantized", ["fp8", "fp8-blocks"], 4) == []
+
+
 def test_what_a_training_job_saved_is_served():
     found = call_with_eight_devices("tests.parallel.orbax_runs:trained")
     assert found["state"] == found["pure"] == found["hf"]

@@ -16,6 +16,7 @@ def test_weights_from_any_devices_give_every_degree_the_tokens_of_one():
 
 
 def test_arrays_are_placed_as_the_loader_places_a_checkpoints():
-    """With padding, copies of key-value heads, joined tensors, experts, and what Mamba-2 layers share."""
-    names = ["gpt2", "qwen2-moe", "granite4-h-all-options"]
+    """With padding, copies of key-value heads, joined tensors, experts, and what Mamba-2 layers share; and rounded to
+    FP8."""
+    names = ["gpt2", "qwen2-moe", "granite4-h-all-options", "llama-biases/fp8"]
     assert call_with_eight_devices(f"{RUNS}:differences", names, [8]) == []

@@ -95,26 +95,30 @@ def updates(name: str, degrees: list[int], num_rounds: int) -> dict[str, Any]:
 
 def differences(names: list[str], degrees: list[int]) -> list[str]:
     """Where weights given as arrays, by a checkpoint's names or by ours, are not those that `load_sharded` reads from a
-    checkpoint of them.
+    checkpoint of them. names: of models, with "/fp8" behind those whose weights are rounded.
     """
     found = []
     for name in names:
-        config = ModelConfig.from_dict(eight_heads(name).config)
-        model = build(config, "float32")
-        weights = model.init(3)
+        config = eight_heads(name.removesuffix("/fp8")).config
+        plain = build(ModelConfig.from_dict(config), "float32")
+        rounds = name.endswith("/fp8")
+        model = build(ModelConfig.from_dict(config, quantization="fp8"), "float32") if rounds else plain
+        weights = plain.init(3)
         with tempfile.TemporaryDirectory() as directory:
-            save_pretrained(model, weights, directory)
+            save_pretrained(plain, weights, directory)
             for degree in degrees:
                 mesh = DeviceMesh(jax.devices()[:degree])
                 shard = mesh.shard_of(model)
                 loaded = load_sharded(model, shard, mesh.mesh, directory)
                 updater = WeightUpdater(model, shard, mesh.mesh)
                 for form in range(2):
-                    update = updater.match(in_form(model, weights, form))
+                    update = updater.match(in_form(plain, weights, form))
                     placed = updater.apply(zero_weights(shard, mesh), update)
                     for parameter, one, other in zip(model.parameter_names, placed, loaded, strict=True):
                         if one.sharding != other.sharding or not np.array_equal(one, other):
                             found.append(f"{name}, degree {degree}, form {form}: {parameter}")
+                if rounds:
+                    continue
                 back = updater.read(placed, "parameters")
                 found += [
                     f"{name}: {p}" for p, one in zip(back, weights, strict=True) if not np.array_equal(back[p], one)

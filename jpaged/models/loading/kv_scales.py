@@ -12,6 +12,7 @@ import numpy as np
 from jpaged.api.errors import CheckpointError
 from jpaged.models.loading.checkpoint import KV_SCALE, find_tensors, is_orbax
 from jpaged.models.quantization.scheme import FLOAT_TYPES
+from jpaged.pallas_kernels.common.numerics import LEAST_SCALE, MOST_SCALE
 
 
 def read_kv_scales(load_format: str, directory: Path, keeps_tokens: Sequence[bool]) -> tuple[tuple[float, float], ...]:
@@ -39,8 +40,11 @@ def read_kv_scales(load_format: str, directory: Path, keeps_tokens: Sequence[boo
                 " a layer."
             )
         scale = float(tensor.read().astype(np.float32).reshape(()))
-        if not (np.isfinite(scale) and scale > 0):
-            raise CheckpointError(f"{tensor.path}: {name} is {scale:g}, which must be above 0 and finite.")
+        if not LEAST_SCALE <= scale <= MOST_SCALE:
+            raise CheckpointError(
+                f"{tensor.path}: {name} is {scale:g}, which must be above 0 and finite (from {LEAST_SCALE:g} to"
+                f" {MOST_SCALE:g})."
+            )
         found[place] = scale
     if not found:
         return plain

@@ -27,6 +27,7 @@ class Layout:
     """How an array becomes what is written into a parameter; fields as of `Piece`.
 
     kv_head_copies: of a whole parameter with key-value heads: how often the shards hold each (`repeat_kv_heads`).
+    kv_head_axis: where in it the heads are.
     """
 
     split: tuple[int, ...]
@@ -37,6 +38,7 @@ class Layout:
     ordered_axis: int = 0
     part: Part | None = None
     kv_head_copies: int = 1
+    kv_head_axis: int = 0
 
     @classmethod
     def of_piece(cls, piece: Piece) -> "Layout":
@@ -46,9 +48,10 @@ class Layout:
         )
 
     @classmethod
-    def of_parameter(cls, shape: tuple[int, ...], kv_head_copies: int = 1) -> "Layout":
+    def of_parameter(cls, shape: tuple[int, ...], kv_head_copies: int = 1, kv_head_axis: int = 0) -> "Layout":
         """Of a whole parameter, given as the model has it."""
-        return cls(shape, tuple(range(len(shape))), kv_head_copies=kv_head_copies)
+        axis = kv_head_axis if kv_head_copies > 1 else 0
+        return cls(shape, tuple(range(len(shape))), kv_head_copies=kv_head_copies, kv_head_axis=axis)
 
     def apply(self, tensor: jax.Array) -> jax.Array:
         """The array in the parameter's layout; traced."""
@@ -59,7 +62,7 @@ class Layout:
         if self.copies > 1:
             piece = jnp.repeat(piece, self.copies, self.copied_axis)
         piece = piece.transpose(self.axes)
-        return piece if self.kv_head_copies == 1 else repeat_kv_heads(piece, self.kv_head_copies, piece.ndim - 3)
+        return piece if self.kv_head_copies == 1 else repeat_kv_heads(piece, self.kv_head_copies, self.kv_head_axis)
 
 
 @dataclass(frozen=True)

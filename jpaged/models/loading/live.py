@@ -2,7 +2,11 @@
 
     names and arrays --WeightUpdater.match--> Update --WeightUpdater.apply--> the same parameters with other values
 
-`match` changes nothing and says all that is wrong; `apply` writes in place, one array after the other.
+`match` changes nothing and says all that is wrong; `apply` writes in place, one array after the other. Layers that are
+quantized while a checkpoint is read are given as a model that is not quantized has them, and rounded here as there, by
+the same program:
+
+    array --Scheme.rounded--> values [outputs, inputs], scales [outputs, 1] --written--> two parameters
 """
 
 import re
@@ -11,6 +15,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
+from math import prod
 from typing import Any, Literal
 
 import jax
@@ -25,6 +30,7 @@ from jpaged.models.loading.checkpoint import full_names
 from jpaged.models.loading.layouts import COPIED_BYTES, Layout, Places, brought, copied_bytes, write, write_sharded
 from jpaged.models.loading.pieces import Piece, single_kv_heads
 from jpaged.models.model import Model, Weights
+from jpaged.models.quantization.layers import RowOrder, derived_piece, row_order, row_order_of_kernel, stored_layer
 
 WeightsForm = Literal["huggingface", "parameters", "state", "module"]
 
@@ -41,24 +47,48 @@ cut, if they can be."""
 
 
 @dataclass(frozen=True)
-class Write:
-    """An array and its place. name: as it was given. index: of the parameter."""
+class Rounding:
+    """Of an array that is quantized. order: how it becomes [outputs, inputs]. index: of the parameter that its scales
+    go to. layout: likewise what they, [outputs, 1], become; they begin where the values do."""
 
-    name: str
-    array: Any
+    order: RowOrder
+    index: int
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of an array in a parameter. index: of that. rounding: of an array that is quantized; layout is then that of its
+    values, [outputs, inputs]."""
+
     index: int
     layout: Layout
     offsets: tuple[int, ...]
+    rounding: Rounding | None = None
+
+
+@dataclass(frozen=True)
+class Write:
+    """An array and its place. name: as it was given."""
+
+    name: str
+    array: Any
+    place: Place
+
+    def bytes_beside(self, target: Sharding) -> int:
+        """Bytes that writing it takes on a device: of its copy, and of its values in 8 bits."""
+        return copied_bytes(self.array, target) + (0 if self.place.rounding is None else prod(self.array.shape))
 
     def parts(self, target: Sharding, shard_axis: int | None) -> Iterator["Write"]:
         """Cuts a large array of numpy, so that the device needs room for a copy of a part only. An array of JAX stays
-        whole, as does one that its layout does more with than transpose it.
+        whole, as does one that its layout does more with than transpose it, or that is rounded.
 
         target: where it is copied to. shard_axis: axis of the parameter that is split over devices; the array is cut
         along another one.
         """
-        size, shape, axes = copied_bytes(self.array, target), tuple(self.array.shape), self.layout.axes
-        is_plain = self.layout == Layout(shape, axes)
+        place, shape = self.place, tuple(self.array.shape)
+        size, axes = copied_bytes(self.array, target), place.layout.axes
+        is_plain = place.layout == Layout(shape, axes) and place.rounding is None
         # The parameter's axis `axes.index(axis)` is the array's `axis`. A vector may have none to be cut along.
         axis = next((axis for axis in sorted(axes) if axes.index(axis) != shard_axis), None)
         if size <= _COPIED_AT_ONCE or not is_plain or axis is None or not isinstance(self.array, np.ndarray):
@@ -67,9 +97,21 @@ class Write:
         count = max(1, shape[axis] * _COPIED_AT_ONCE // size)
         for first in range(0, shape[axis], count):
             array = self.array[(slice(None),) * axis + (slice(first, first + count),)]
-            offsets = list(self.offsets)
+            offsets = list(place.offsets)
             offsets[axes.index(axis)] += first
-            yield replace(self, array=array, layout=replace(self.layout, split=array.shape), offsets=tuple(offsets))
+            layout = replace(place.layout, split=array.shape)
+            yield replace(self, array=array, place=replace(place, layout=layout, offsets=tuple(offsets)))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Arrays that one program writes into a parameter. index: of it. places: in it. roundings: of each array, or of
+    none."""
+
+    index: int
+    arrays: list[Any]
+    places: Places
+    roundings: tuple[Rounding, ...]
 
 
 @dataclass(frozen=True)
@@ -79,47 +121,46 @@ class Update:
     writes: tuple[Write, ...]
     is_complete: bool
 
-    def groups(
-        self, targets: Sequence[Sharding], shard_axes: Sequence[int | None]
-    ) -> list[tuple[int, list[Any], Places]]:
-        """Arrays that one program writes: the index of their parameter, the arrays, and their places in it. In an order
-        that does not depend on the one in which they were given.
+    def groups(self, targets: Sequence[Sharding], shard_axes: Sequence[int | None]) -> list[Group]:
+        """The arrays, those together that one program writes. In an order that does not depend on the one in which they
+        were given.
 
         targets: of each parameter: where arrays must be to be written into it; those that are not are copied there.
         shard_axes: of each parameter: the axis that is split over devices, or None.
         """
         found = []
-        ordered = sorted(self.writes, key=lambda one: (one.index, one.offsets))
-        for index, of_parameter in groupby(ordered, key=lambda one: one.index):
+        ordered = sorted(self.writes, key=lambda one: (one.place.index, one.place.offsets))
+        for index, of_parameter in groupby(ordered, key=lambda one: one.place.index):
             parts = [part for one in of_parameter for part in one.parts(targets[index], shard_axes[index])]
             for some in _together(parts, targets[index]):
-                places = Places(tuple(one.layout for one in some), tuple(one.offsets for one in some))
-                found.append((index, [one.array for one in some], places))
+                of_some = [one.place for one in some]
+                places = Places(tuple(one.layout for one in of_some), tuple(one.offsets for one in of_some))
+                roundings = tuple(one.rounding for one in of_some if one.rounding is not None)
+                found.append(Group(index, [one.array for one in some], places, roundings))
         return found
 
 
 def _together(writes: Iterable[Write], target: Sharding) -> Iterator[list[Write]]:
     """Those into one parameter, in their order, as many at a time as one program writes."""
     some: list[Write] = []
-    copied = 0
+    beside = 0
     for one in writes:
-        size = copied_bytes(one.array, target)
-        if len(some) == _AT_ONCE or (some and copied and copied + size > _COPIED_AT_ONCE):
+        size = one.bytes_beside(target)
+        if len(some) == _AT_ONCE or (some and beside and beside + size > _COPIED_AT_ONCE):
             yield some
-            some, copied = [], 0
+            some, beside = [], 0
         some.append(one)
-        copied += size
+        beside += size
     if some:
         yield some
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """An array that a spelling knows by a name. shape: that it must have. writes: index of a parameter, layout and
-    offsets of each place that it goes to."""
+    """An array that a spelling knows by a name. shape: that it must have. places: all that it goes to."""
 
     shape: tuple[int, ...]
-    writes: tuple[tuple[int, Layout, tuple[int, ...]], ...]
+    places: tuple[Place, ...]
 
 
 class WeightUpdater:
@@ -139,14 +180,14 @@ class WeightUpdater:
         weights: a module of this model (`Model.module`), an `nnx.State` of one, the flat tuple that `Model.init` makes,
             or a mapping, nested or flat, whose names are those of a Hugging Face checkpoint, of `Model.parameter_names`
             or of the module's own tree. Arrays of JAX, on any devices, or of numpy, of any floating-point type of at
-            least 16 bits.
+            least 16 bits. All is as of the model that is not quantized, whether this one is or not.
         partial: what is not given stays as it is, parts of fused parameters included.
 
         Raises:
             InvalidParameterError: arrays are missing or surplus, of other shapes, types or sorts, or were deleted; or
-                the model's own are quantized.
+                one that is to be quantized has NaN or infinity; or the model is of a checkpoint that is quantized.
         """
-        self._check_plain("update_weights")
+        self._check_updatable()
         given = self._named(weights)
         wanted, names = self._best_spelling(given)
         if wanted is self._by_tensor and len(full_names(self._model, given)) < len(given):
@@ -157,6 +198,11 @@ class WeightUpdater:
             problem = _wrong(array, wanted[name].shape)
             if problem is not None:
                 problems.append(f"{names[name]!r} {problem}")
+        if not problems:
+            rounded = [name for name in found if any(place.rounding for place in wanted[name].places)]
+            finite = _are_finite([found[name] for name in rounded])
+            bad = [name for name, is_finite in zip(rounded, finite, strict=True) if not is_finite]
+            problems += [f"{names[name]!r} has NaN or infinity, which cannot be quantized" for name in bad]
         missing = [name for name in wanted if name not in found]
         if missing and not partial:
             problems.append(
@@ -171,18 +217,16 @@ class WeightUpdater:
             )
         self._check_tied(given, names)
         writes = tuple(
-            Write(names[name], array, index, layout, offsets)
-            for name, array in found.items()
-            for index, layout, offsets in wanted[name].writes
+            Write(names[name], array, place) for name, array in found.items() for place in wanted[name].places
         )
         return Update(writes, is_complete=not missing)
 
-    def _check_plain(self, what: str) -> None:
+    def _check_updatable(self) -> None:
         scheme = self._model.config.quantization
-        if scheme is not None:
+        if scheme is not None and not scheme.online:
             raise InvalidParameterError(
-                f"{what} is not supported for weights in {scheme.name}; start the engine with the model that is not"
-                " quantized, and without quantization."
+                f"update_weights is not supported for a checkpoint in {scheme.name}; start the engine with the model"
+                ' that is not quantized (quantization="fp8" rounds its weights, and those that come later).'
             )
 
     def apply(self, weights: Sequence[jax.Array], update: Update) -> Weights:
@@ -196,14 +240,28 @@ class WeightUpdater:
         updated = list(weights)
         targets = [_sharding_of_tensors(parameter, self._mesh) for parameter in weights]
         groups = update.groups(targets, self._shard.shard_axes)
-        where = [targets[index] for index, _, _ in groups]
-        with closing(brought([given for _, given, _ in groups], where)) as arriving:
-            for index, given, places in groups:
+        where = [targets[group.index] for group in groups]
+        with closing(brought([group.arrays for group in groups], where)) as arriving:
+            for group in groups:
+                index = group.index
                 # No name holds the arrays that came: copies are gone once they are written, and others may come.
-                updated[index] = self._write(index, updated[index], next(arriving), places)
-                if any(copied_bytes(one, targets[index]) for one in given):
+                if group.roundings:
+                    self._write_rounded(updated, group, next(arriving))
+                else:
+                    updated[index] = self._write(index, updated[index], next(arriving), group.places)
+                if any(copied_bytes(one, targets[index]) for one in group.arrays):
                     updated[index].block_until_ready()
         return tuple(updated)
+
+    def _write_rounded(self, updated: list[jax.Array], group: Group, tensors: Sequence[jax.Array]) -> None:
+        """Into the parameters of a layer's values and of its scales."""
+        scheme, roundings = self._model.config.quantization, group.roundings
+        assert scheme is not None
+        # By the program that loading runs. Were the writing in it, XLA might divide in another way.
+        rounded = [scheme.rounded(one, rounding.order) for one, rounding in zip(tensors, roundings, strict=True)]
+        of_scales = Places(tuple(rounding.layout for rounding in roundings), group.places.offsets)
+        for part, index, places in ((0, group.index, group.places), (1, roundings[0].index, of_scales)):
+            updated[index] = self._write(index, updated[index], [one[part] for one in rounded], places)
 
     def _write(self, index: int, parameter: jax.Array, tensors: Sequence[jax.Array], places: Places) -> jax.Array:
         if self._mesh is None:
@@ -219,7 +277,11 @@ class WeightUpdater:
         Raises:
             InvalidParameterError: there is no such form; or the weights are quantized.
         """
-        self._check_plain("weights_as")
+        if (scheme := self._model.config.quantization) is not None:
+            raise InvalidParameterError(
+                f"weights_as is not supported for weights in {scheme.name}, of which the engine keeps no others; take"
+                " those that it was given, or read the checkpoint (jpaged.models.load)."
+            )
         if form not in ("huggingface", "parameters", "state", "module"):
             raise InvalidParameterError(
                 f"form must be 'huggingface', 'parameters', 'state' or 'module', got {shown(form)}."
@@ -260,7 +322,7 @@ class WeightUpdater:
             leaves = [(path, leaf) for path, leaf in found if not _is_other_variable(leaf)]
             return flat_weights({".".join(map(str, path)): leaf for path, leaf in leaves})
         if isinstance(weights, Sequence) and not isinstance(weights, str | bytes):
-            names = self._model.parameter_names
+            names = self._plain.parameter_names
             if len(weights) != len(names):
                 raise InvalidParameterError(
                     f"weights is a sequence of {len(weights)} arrays, but the model has {len(names)} parameters; give"
@@ -286,34 +348,60 @@ class WeightUpdater:
         }
 
     @cached_property
+    def _plain(self) -> Model:
+        """The model that is not quantized, as weights are given."""
+        model = self._model
+        return Model(replace(model.config, quantization=None), model.dtype) if model.quantized else model
+
+    @cached_property
+    def _positions(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self._model.parameter_names)}
+
+    @cached_property
     def _by_parameter(self) -> dict[str, _Wanted]:
-        copies = self._shard.config.kv_head_copies
-        found = {}
-        for index, (name, leaf) in enumerate(
-            zip(self._model.parameter_names, self._model.abstract_weights, strict=True)
-        ):
-            layout = Layout.of_parameter(leaf.shape, copies if self._model.holds_kv_heads[index] else 1)
-            found[name] = _Wanted(leaf.shape, ((index, layout, (0,) * leaf.ndim),))
-        return found
+        return {
+            name: _Wanted(leaf.shape, (self._place_of_parameter(name, leaf.shape),))
+            for name, leaf in zip(self._plain.parameter_names, self._plain.abstract_weights, strict=True)
+        }
+
+    def _place_of_parameter(self, name: str, shape: tuple[int, ...]) -> Place:
+        """shape: that the parameter has where it is not quantized."""
+        index, layout = self._positions[name], self._model.quantized.get(name)
+        copies = self._shard.config.kv_head_copies if self._model.holds_kv_heads[index] else 1
+        if layout is None:
+            return Place(index, Layout.of_parameter(shape, copies, len(shape) - 3), (0,) * len(shape))
+        rows = layout.rows
+        values, scales = (Layout.of_parameter((*rows, size), copies, len(rows) - 3) for size in (layout.input_size, 1))
+        rounding = Rounding(row_order_of_kernel(shape, layout), self._positions[f"{name}_scale"], scales)
+        return Place(index, values, (0,) * (len(rows) + 1), rounding)
 
     @cached_property
     def _by_path(self) -> dict[str, _Wanted]:
-        paths = [".".join(map(str, path)) for path in self._model.module_paths]
+        paths = [".".join(map(str, path)) for path in self._plain.module_paths]
         return dict(zip(paths, self._by_parameter.values(), strict=True))
 
     @cached_property
     def _by_tensor(self) -> dict[str, _Wanted]:
-        position = {name: i for i, name in enumerate(self._model.parameter_names)}
         pieces: dict[str, list[Piece]] = {}
         for piece in self._stored.pieces:
             pieces.setdefault(piece.tensor, []).append(piece)
         return {
-            tensor: _Wanted(
-                of_tensor[0].shape,
-                tuple((position[piece.parameter], Layout.of_piece(piece), piece.offsets) for piece in of_tensor),
-            )
+            tensor: _Wanted(of_tensor[0].shape, tuple(map(self._place_of_piece, of_tensor)))
             for tensor, of_tensor in pieces.items()
         }
+
+    def _place_of_piece(self, piece: Piece) -> Place:
+        """piece: of the model as `_stored`."""
+        index, layout = self._positions[piece.parameter], self._stored.quantized.get(piece.parameter)
+        if layout is None:
+            return Place(index, Layout.of_piece(piece), piece.offsets)
+        layer = stored_layer(piece, layout)
+        values, scales = (
+            derived_piece(piece, layout, suffix, (layer.outputs, size))
+            for suffix, size in (("", layer.inputs), ("_scale", 1))
+        )
+        rounding = Rounding(row_order(piece, layout), self._positions[scales.parameter], Layout.of_piece(scales))
+        return Place(index, Layout.of_piece(values), values.offsets, rounding)
 
     @cached_property
     def _stored(self) -> Model:
@@ -386,6 +474,37 @@ def _wrong(array: Any, shape: tuple[int, ...]) -> str | None:
     if tuple(array.shape) != shape:
         return f"has shape {tuple(array.shape)}, the model implies {shape}"
     return None
+
+
+_CHECKED_AT_ONCE = 1 << 18
+"""Numbers of an array of numpy, so that what is computed of them stays in the cache of a core."""
+
+
+def _are_finite(arrays: Sequence[Any]) -> list[bool]:
+    """Of each whether it has neither NaN nor infinity, in float32."""
+    found = [_is_finite(one) if isinstance(one, jax.Array) else _is_finite_on_host(one) for one in arrays]
+    return [bool(one) for one in jax.device_get(found)]
+
+
+@jax.jit
+def _is_finite(array: jax.Array) -> jax.Array:
+    return jnp.all(jnp.isfinite(array))
+
+
+def _is_finite_on_host(array: np.ndarray) -> bool:
+    flat = array.reshape(-1)
+    parts = (flat[start : start + _CHECKED_AT_ONCE] for start in range(0, flat.size, _CHECKED_AT_ONCE))
+    return all(map(_is_finite_part, parts))
+
+
+def _is_finite_part(part: np.ndarray) -> bool:
+    """By the bits of the exponent: numpy's own test takes three to seven times as long for types of 16 bits."""
+    if part.dtype.itemsize > 4:
+        with np.errstate(over="ignore"):
+            part = part.astype(np.float32)
+    integers = np.dtype(f"u{part.dtype.itemsize}")
+    exponent = np.array(np.inf, part.dtype).view(integers)
+    return bool(((part.view(integers) & exponent) != exponent).all())
 
 
 def _unknown_to_jax(array: np.ndarray) -> str:

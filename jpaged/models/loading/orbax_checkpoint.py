@@ -11,23 +11,37 @@ holds more, such as an optimizer's state, keeps the parameters under "params" or
 
 A device reads what it needs of each array and no more: `convert` stores arrays in chunks along the axis that tensor
 parallelism splits. Padding and copies of key-value heads (`sharding`) are made after reading.
+
+Quantized checkpoints are stored as their layers keep them: values, scales and so on, each in its type, under the names
+of the quantized model's parameters; config.json has their "quantization_config". Where weights are quantized while they
+are read, the checkpoint has those of the plain model, which are read and rounded a few at a time (`_Tree.together`).
 """
 
 import json
 import shutil
-from collections.abc import Sequence
-from math import gcd
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from math import gcd, prod
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jpaged.api.errors import CheckpointError, InvalidParameterError, OutputError
 from jpaged.models.config_reader import read_json
+from jpaged.models.linear import LinearLayout
 from jpaged.models.loading.pieces import repeat_kv_heads
+from jpaged.models.loading.quantized import repeated_scales
+from jpaged.models.loading.runs import MOST_BYTES
 from jpaged.models.model import Model, Weights
+from jpaged.models.quantization.layers import row_order_of_kernel
+from jpaged.models.quantization.mxfp4 import MOST_EXPONENT
+from jpaged.models.quantization.scheme import Scheme
+from jpaged.pallas_kernels.common.numerics import LEAST_SCALE, MOST_SCALE
 
 PARAMS = "params"
 """The folder of the Orbax checkpoint beside config.json."""
@@ -52,12 +66,13 @@ def check_target(directory: Path) -> None:
             raise InvalidParameterError(f"{directory / name} exists; choose another directory or remove it.")
 
 
-def check_plain(model: Model) -> None:
-    """Raises InvalidParameterError for a quantized model, whose parameters Orbax checkpoints do not hold."""
-    if model.quantized:
+def check_stored(model: Model) -> None:
+    """Raises InvalidParameterError for a model that is quantized while it is read: no config.json would say so."""
+    scheme = model.config.quantization
+    if scheme is not None and scheme.online:
         raise InvalidParameterError(
-            "Orbax checkpoints of quantized models are not supported; use one in safetensors, or leave quantization"
-            " out."
+            f"The model is quantized here (quantization={scheme.name!r}), which no config.json says; save it without"
+            " quantization, or have `jpaged quantize` write a quantized checkpoint and convert that."
         )
 
 
@@ -67,12 +82,12 @@ def save(model: Model, weights: Sequence[jax.Array], directory: str | Path) -> N
     weights: as `Model.init`, `load` or `Model.flatten` return them.
 
     Raises:
-        InvalidParameterError: something is there already, or the model is quantized.
+        InvalidParameterError: something is there already, or the model is quantized while it is read.
         OutputError: it cannot be written, for want of space for example. What was begun is removed.
     """
     directory = Path(directory)
     check_target(directory)
-    check_plain(model)
+    check_stored(model)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _write(model, weights, directory)
@@ -95,7 +110,7 @@ def _write(model: Model, weights: Sequence[jax.Array], directory: Path) -> None:
     }
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         checkpointer.save((directory / PARAMS).absolute(), _nested(named), save_args=_nested(chunks))
-    config = model.config.saved_as(model.dtype.name)
+    config = model.config.saved_as(model.dtype.name, quantized=bool(model.quantized))
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -108,13 +123,15 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 def load(model: Model, directory: Path, device: jax.Device | None = None) -> Weights:
-    """The weights on one device, in the model's type; as `checkpoint.load`.
+    """The weights on one device, in the model's types; as `checkpoint.load`.
 
     Raises:
-        CheckpointError: a parameter is missing or of another shape, or there is no Orbax checkpoint.
+        CheckpointError: a parameter is missing, of another shape or type, or cannot be served, or there is no Orbax
+            checkpoint.
     """
     sharding = SingleDeviceSharding(device or jax.local_devices()[0])
-    return _restore(model, directory, [sharding] * len(model.abstract_weights), [None] * len(model.abstract_weights))
+    leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for leaf in model.abstract_weights]
+    return _load(model, model, leaves, None, directory)
 
 
 def load_sharded(
@@ -124,56 +141,220 @@ def load_sharded(
 
     stored: shapes and shardings of the shards' weights (`sharding.stored_weights`).
     """
-    copies = shard.config.kv_head_copies
-    shardings, shapes = [], []
-    for whole, leaf, axis, by_head in zip(
-        model.abstract_weights, stored, model.shard_axes, model.holds_kv_heads, strict=True
-    ):
-        repeated = copies > 1 and by_head
+    return _load(model, shard, stored, mesh, directory)
+
+
+def _load(
+    model: Model, shard: Model, stored: Sequence[jax.ShapeDtypeStruct], mesh: Mesh | None, directory: Path
+) -> Weights:
+    """mesh: None for one device, where the shard is the model itself."""
+    scheme = model.config.quantization
+    is_online = scheme is not None and scheme.online
+    plain = Model(replace(model.config, quantization=None), model.dtype) if is_online else model
+    by_name = dict(zip(model.parameter_names, stored, strict=True))
+    found: dict[str, jax.Array] = {}
+    with _Tree(plain, directory) as tree:
+        kept = {name: leaf for name, leaf in by_name.items() if name in tree.names}
+        if is_online:
+            kept = {name: leaf for name, leaf in kept.items() if name not in model.quantized}
+        repeated = {} if mesh is None else repeated_scales(model, shard)
+        targets = {name: _target(model, shard, name, leaf, repeated.get(name, 1), mesh) for name, leaf in kept.items()}
+        for name, array in tree.read(targets).items():
+            if name.endswith(_SCALES) and model.quantized and not is_online:
+                _check_scales(tree, name, array)
+            found[name] = targets[name].finish(array)
+        for names in tree.together(model.quantized) if is_online else ():
+            leaves = {name: (by_name[name], by_name[f"{name}_scale"]) for name in names}
+            targets = {name: _plain_target(tree, model, shard, name, leaves[name], mesh) for name in names}
+            for name, array in tree.read(targets).items():
+                found[name], found[f"{name}_scale"] = targets[name].finish(array)
+                if not bool(jnp.all(jnp.isfinite(found[f"{name}_scale"]))):
+                    raise CheckpointError(f"{tree.path}: parameter {name!r} has NaN or infinity; save it again.")
+                del array
+    return tuple(found[name] for name in model.parameter_names)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """How a parameter is read. sharding: at first. shape: that it is filled up to with zeros; None for its own. dtype:
+    that it is converted to. finish: makes of it what is wanted: of one that is quantized then, values and scales."""
+
+    sharding: Any
+    shape: tuple[int, ...] | None
+    dtype: Any
+    finish: Callable[[jax.Array], Any] = lambda array: array
+
+
+def _target(
+    model: Model, shard: Model, name: str, leaf: jax.ShapeDtypeStruct, scale_times: int, mesh: Mesh | None
+) -> _Target:
+    """leaf: as it is wanted. scale_times: as of `repeated_scales`."""
+    index = model.parameter_names.index(name)
+    whole, axis, copies = model.abstract_weights[index], model.shard_axes[index], shard.config.kv_head_copies
+    if mesh is None:
+        return _Target(leaf.sharding, None, leaf.dtype)
+    if copies > 1 and model.holds_kv_heads[index] and axis is not None:
         # Shards that share key-value heads read them together; who gets which is settled below.
-        shardings.append(_grouped(mesh, whole.shape, axis) if repeated and axis is not None else leaf.sharding)
-        shapes.append(None if repeated or leaf.shape == whole.shape else leaf.shape)
-    weights = _restore(model, directory, shardings, shapes)
-    return tuple(
-        jax.jit(_repeat(copies, axis), out_shardings=leaf.sharding)(weight) if weight.shape != leaf.shape else weight
-        for weight, leaf, axis in zip(weights, stored, model.shard_axes, strict=True)
-    )
+        repeat = jax.jit(partial(repeat_kv_heads, copies=copies, axis=axis), out_shardings=leaf.sharding)
+        return _Target(_grouped(mesh, whole.shape, axis), None, leaf.dtype, repeat)
+    if scale_times > 1:
+        repeat = jax.jit(partial(_repeated, times=scale_times, shape=leaf.shape), out_shardings=leaf.sharding)
+        return _Target(NamedSharding(mesh, PartitionSpec()), None, leaf.dtype, repeat)
+    return _Target(leaf.sharding, None if leaf.shape == whole.shape else leaf.shape, leaf.dtype)
 
 
-def _restore(model: Model, directory: Path, shardings: Sequence[Any], shapes: Sequence[Any]) -> Weights:
-    """Reads each parameter into its sharding, padded with zeros to its shape where one is given."""
-    import orbax.checkpoint as ocp
+def _repeated(scales: jax.Array, times: int, shape: tuple[int, ...]) -> jax.Array:
+    repeated = jnp.repeat(scales, times, axis=-1)[..., : shape[-1]]
+    return jnp.pad(repeated, [(0, wanted - size) for size, wanted in zip(repeated.shape, shape, strict=True)])
 
-    check_plain(model)
-    path = find(directory)
-    if path is None:
-        raise CheckpointError(
-            f"{directory} holds no Orbax checkpoint (nor does its folder {PARAMS}/); `jpaged convert` writes one."
-        )
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        keys = _keys(model, path, checkpointer.metadata(path.absolute()))
-        restore_args = {
-            key: ocp.ArrayRestoreArgs(dtype=model.dtype, sharding=sharding, global_shape=shape, strict=shape is None)
-            for key, sharding, shape in zip(keys, shardings, shapes, strict=True)
+
+def _plain_target(
+    tree: "_Tree",
+    model: Model,
+    shard: Model,
+    name: str,
+    leaves: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct],
+    mesh: Mesh | None,
+) -> _Target:
+    """How a parameter is read that is quantized then. leaves: what is wanted, values and scales."""
+    scheme, layout, copies = model.config.quantization, model.quantized[name], 1
+    assert scheme is not None
+    shape, sharding, padded, axis = tree.shapes[name], leaves[0].sharding, None, layout.shard_axis
+    if mesh is not None:
+        part = shard.quantized[name].kernel_shape
+        wanted = tuple(size * (mesh.size if i == axis else 1) for i, size in enumerate(part))
+        (over,) = mesh.axis_names
+        sharding = NamedSharding(mesh, PartitionSpec(*(over if i == axis else None for i in range(len(part)))))
+        if layout.kv_heads and axis is not None and shard.config.kv_head_copies > 1:
+            copies, sharding = shard.config.kv_head_copies, _grouped(mesh, shape, axis)
+        elif wanted != shape:
+            padded = wanted
+    return _Target(sharding, padded, tree.float_type(name), _rounding(scheme, layout, copies, leaves))
+
+
+@cache  # one program for all layers
+def _rounding(
+    scheme: Scheme, layout: LinearLayout, kv_head_copies: int, leaves: tuple[jax.ShapeDtypeStruct, ...]
+) -> Callable[[jax.Array], list[jax.Array]]:
+    """What makes values and scales, as `leaves`, of a plain parameter."""
+
+    def rounded(weight: jax.Array) -> list[jax.Array]:
+        if kv_head_copies > 1:
+            assert layout.shard_axis is not None
+            weight = repeat_kv_heads(weight, kv_head_copies, layout.shard_axis)
+        parts = scheme.rounded(weight, row_order_of_kernel(weight.shape, layout))
+        return [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
+
+    return jax.jit(rounded, out_shardings=[leaf.sharding for leaf in leaves])
+
+
+_SCALES = ("_scale", "_input_scale", "_outer")
+"""What the names of parameters end with that hold scales."""
+
+
+def _check_scales(tree: "_Tree", name: str, scales: jax.Array) -> None:
+    """Raises CheckpointError where one cannot be served. scales: as read, maybe with padding, which is zeros."""
+    own = scales[tuple(slice(size) for size in tree.shapes[name])]
+    if own.dtype == jnp.float32:
+        good = (own >= LEAST_SCALE) & (own <= MOST_SCALE)
+    elif own.dtype == jnp.uint8:
+        good = own <= MOST_EXPONENT
+    else:  # of NVFP4, of which some may be zero
+        good = jnp.isfinite(own.astype(jnp.float32)) & (own >= 0)
+    if not bool(jnp.all(good)):
+        raise CheckpointError(f"{tree.path}: parameter {name!r} has a scale that cannot be; save or convert it again.")
+
+
+class _Tree:
+    """An Orbax checkpoint that is open, and where a model's parameters are in it.
+
+    path: of it. names, shapes: of the parameters.
+
+    Raises:
+        CheckpointError: there is none, or a parameter is missing, or of another shape or type.
+    """
+
+    def __init__(self, model: Model, directory: Path) -> None:
+        import orbax.checkpoint as ocp
+
+        path = find(directory)
+        if path is None:
+            raise CheckpointError(
+                f"{directory} holds no Orbax checkpoint (nor does its folder {PARAMS}/); `jpaged convert` writes one."
+            )
+        self.path = path
+        self.names = frozenset(model.parameter_names)
+        self.shapes = {
+            name: leaf.shape for name, leaf in zip(model.parameter_names, model.abstract_weights, strict=True)
         }
-        wanted = dict(zip(keys, model.abstract_weights, strict=True))
-        restored = checkpointer.restore(
-            path.absolute(),
+        self._checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+        try:
+            leaves = _leaves(self._checkpointer.metadata(path.absolute()))
+            self._keys = dict(zip(model.parameter_names, _keys(model, path, leaves), strict=True))
+        except BaseException:
+            self._checkpointer.close()
+            raise
+        self._types = {name: jnp.dtype(leaves[key].dtype) for name, key in self._keys.items()}
+
+    def __enter__(self) -> "_Tree":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._checkpointer.close()
+
+    def float_type(self, name: str) -> jnp.dtype:
+        """That a parameter is stored in; float32 for a wider one."""
+        dtype = self._types[name]
+        return dtype if dtype.itemsize <= 4 else jnp.dtype(jnp.float32)
+
+    def together(self, names: Iterable[str]) -> Iterator[list[str]]:
+        """Parameters that are read at once: as few as take `MOST_BYTES`, for each reading takes a tenth of a second."""
+        some: list[str] = []
+        size = 0
+        for name in names:
+            own = prod(self.shapes[name]) * self._types[name].itemsize
+            if some and size + own > MOST_BYTES:
+                yield some
+                some, size = [], 0
+            some.append(name)
+            size += own
+        yield some
+
+    def read(self, targets: Mapping[str, _Target]) -> dict[str, jax.Array]:
+        """Parameters by name; `_Target.finish` is still to be called."""
+        import orbax.checkpoint as ocp
+
+        arguments, wanted = {}, {}
+        for name, target in targets.items():
+            key = self._keys[name]
+            arguments[key] = ocp.ArrayRestoreArgs(
+                dtype=target.dtype,
+                sharding=target.sharding,
+                global_shape=target.shape,
+                strict=target.shape is None,
+            )
+            wanted[key] = jax.ShapeDtypeStruct(self.shapes[name], target.dtype)
+        restored = self._checkpointer.restore(
+            self.path.absolute(),
             args=ocp.args.PyTreeRestore(
-                item=_from_keys(wanted), restore_args=_from_keys(restore_args), partial_restore=True
+                item=_from_keys(wanted), restore_args=_from_keys(arguments), partial_restore=True
             ),
         )
-    found = {_key(place): leaf for place, leaf in jax.tree_util.tree_flatten_with_path(restored)[0]}
-    return tuple(found[key] for key in keys)
+        found = {_key(place): leaf for place, leaf in jax.tree_util.tree_flatten_with_path(restored)[0]}
+        return {name: found[self._keys[name]] for name in targets}
 
 
-def _keys(model: Model, path: Path, metadata: Any) -> list[tuple[str, ...]]:
-    """Where each parameter is in the checkpoint's tree."""
+def _leaves(metadata: Any) -> dict[tuple[str, ...], Any]:
+    """What a checkpoint's tree has of each array."""
     item = getattr(metadata, "item_metadata", metadata)
     leaves = jax.tree_util.tree_flatten_with_path(getattr(item, "tree", item))[0]
-    shapes = {_key(place): tuple(leaf.shape) for place, leaf in leaves if hasattr(leaf, "shape")}
+    return {_key(place): leaf for place, leaf in leaves if hasattr(leaf, "shape")}
+
+
+def _keys(model: Model, path: Path, leaves: Mapping[tuple[str, ...], Any]) -> list[tuple[str, ...]]:
+    """Where each parameter is in the checkpoint's tree."""
     found: dict[str, tuple[str, ...]] = {}
-    for place in shapes:
+    for place in leaves:
         found[".".join(place[:-1] if place[-1] == "value" else place)] = place
     spellings = [model.parameter_names, tuple(".".join(map(str, path)) for path in model.module_paths)]
     roots = ("", *(f"{root}." for root in _ROOTS))
@@ -187,13 +368,23 @@ def _keys(model: Model, path: Path, metadata: Any) -> list[tuple[str, ...]]:
         )
     keys = [found[name] for name in names]
     for name, leaf, key in zip(model.parameter_names, model.abstract_weights, keys, strict=True):
-        shape = shapes[key]
+        shape, dtype = tuple(leaves[key].shape), jnp.dtype(leaves[key].dtype)
         if shape != leaf.shape:
             raise CheckpointError(
                 f"{path}: parameter {name!r} has shape {shape}, config.json implies {leaf.shape}; one of the two is of"
                 " another model."
             )
+        if dtype != leaf.dtype and not (_is_rounded_freely(dtype) and _is_rounded_freely(leaf.dtype)):
+            raise CheckpointError(
+                f"{path}: parameter {name!r} has type {dtype}, config.json implies {leaf.dtype}; one of the two is of"
+                " another model."
+            )
     return keys
+
+
+def _is_rounded_freely(dtype: Any) -> bool:
+    """Whether it is a type of floats that are converted to another such type as a user asks."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
 
 
 def _key(path: Sequence[Any]) -> tuple[str, ...]:
@@ -221,8 +412,3 @@ def _grouped(mesh: Mesh, shape: tuple[int, ...], axis: int) -> NamedSharding:
     spec: list[str | None] = [None] * len(shape)
     spec[axis] = "group"
     return NamedSharding(grouped, PartitionSpec(*spec))
-
-
-def _repeat(copies: int, axis: int | None) -> Any:
-    assert axis is not None  # what is laid out by key-value head is split by it
-    return lambda qkv: repeat_kv_heads(qkv, copies, axis)

@@ -171,12 +171,14 @@ def quantize_rows(weight: np.ndarray | jax.Array, order: RowOrder) -> dict[str, 
     Raises:
         ValueError: there is NaN or infinity.
     """
-    values, scale = _quantize(weight, order)
+    values, scale = rounded_rows(weight, order)
     if not bool(jnp.all(jnp.isfinite(scale))):
         raise ValueError("has NaN or infinity")
     return {"": values, "_scale": scale}
 
 
 @partial(jax.jit, static_argnums=1)  # one program, which writes no transposed copy of the weight
-def _quantize(weight: jax.Array, order: RowOrder) -> tuple[jax.Array, jax.Array]:
+def rounded_rows(weight: jax.Array, order: RowOrder) -> tuple[jax.Array, jax.Array]:
+    """Values e4m3 [outputs, inputs] and scales float32 [outputs, 1] of a weight, as of `quantize_rows`. NaN and
+    infinity make those of their output NaN or infinite."""
     return round_to_fp8(order.rows(weight))

@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.models.quantization.fp8 import Fp8, quantize_rows
-from jpaged.models.quantization.layers import StoredLayer
+from jpaged.models.quantization.fp8 import Fp8, quantize_rows, rounded_rows
+from jpaged.models.quantization.layers import RowOrder, StoredLayer
 from jpaged.models.quantization.scheme import FLOAT_TYPES, BadTensor, Entries, Modules, Scheme, Stored, checked_scales
 from jpaged.pallas_kernels.fp8_product import reference
 
@@ -118,6 +118,9 @@ class OnlineFp8(Scheme):
             return quantize_rows(found["weight"], found["order"])
         except ValueError as error:
             raise BadTensor("weight", str(error)) from None
+
+    def rounded(self, weight: jax.Array, order: RowOrder) -> tuple[jax.Array, jax.Array]:
+        return rounded_rows(weight, order)
 
 
 ONLINE = OnlineFp8(name="fp8", kind=Fp8(activations="dynamic"))

@@ -165,15 +165,22 @@ def derived_piece(piece: Piece, layout: LinearLayout, suffix: str, shape: Sequen
 
 @dataclass(frozen=True)
 class RowOrder:
-    """How a checkpoint's tensor becomes [outputs, inputs]. split: its shape first. order: the transposition then, after
-    which the last axis is the inputs."""
+    """How an array becomes [outputs, inputs]. split: its shape first. order: the transposition then, after which the
+    last axes, so many as input_axes says, are the inputs."""
 
     split: tuple[int, ...]
     order: tuple[int, ...]
+    input_axes: int = 1
 
     def rows(self, tensor: Any) -> Any:
         """Of numpy or JAX."""
-        return tensor.reshape(self.split).transpose(self.order).reshape(-1, self.split[self.order[-1]])
+        inputs = prod(self.split[axis] for axis in self.order[-self.input_axes :])
+        return tensor.reshape(self.split).transpose(self.order).reshape(-1, inputs)
+
+
+def row_order_of_kernel(shape: tuple[int, ...], layout: LinearLayout) -> RowOrder:
+    """Of a plain layer's whole kernel."""
+    return RowOrder(shape, (*layout.row_axes, *layout.input_axes), len(layout.inputs))
 
 
 def row_order(piece: Piece, layout: LinearLayout) -> RowOrder:

@@ -26,7 +26,7 @@ from jpaged.pallas_kernels.quantized_grouped_product.api import MX_GROUP
 
 _RANDOM_STD = 2.93
 """Of equally likely values of four bits."""
-_BIAS, _LARGEST, _NAN = 127, 252, 255
+_BIAS, MOST_EXPONENT, _NAN = 127, 252, 255
 """Of scales. Those above the largest may make infinity: 6 * 2^(253 - 127) is beyond 2^128."""
 
 
@@ -66,7 +66,7 @@ class Mxfp4Weights(Scheme):
     def arrays(self, layer: StoredLayer, found: Mapping[str, Any]) -> dict[str, Any]:
         """found: "blocks" uint8 [E, outputs, G, 16] and "scales" uint8 [E, outputs, G], of JAX."""
         largest = int(jnp.max(found["scales"], initial=0))
-        if largest > _LARGEST:
+        if largest > MOST_EXPONENT:
             what = "NaN" if largest == _NAN else "numbers that bfloat16 does not hold"
             raise BadTensor("", f"has a scale of {largest}, which makes {what}")
         return {"": _halves(found["blocks"]), "_scale": found["scales"].reshape(layer.outputs, -1)}

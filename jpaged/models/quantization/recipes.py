@@ -8,9 +8,9 @@ int4         weight_packed int32 [out, in / 8], weight_scale [out, in / 128], we
     fp8, fp8-block   scale = largest magnitude / 448      value = e4m3(weight / scale)
     int4             scale = largest magnitude / 7.5      value = round(weight / scale), clipped to -8 .. 7; 8 is added
 
-The largest magnitude is of the weights that share a scale; where it is 0, the scale is 1. Scales of int4 have the
-type of the weights, and are rounded to it before they divide; all else is computed in float32. The formulas are
-compressed-tensors' own for symmetric weights (`quantization/utils/helpers.py`, `calculate_qparams`).
+The largest magnitude is of the weights that share a scale; where it is 0, or below 5e-33, the scale is 1. Scales of
+int4 have the type of the weights, and are rounded to it before they divide; all else is computed in float32. The
+formulas are compressed-tensors' own for symmetric weights (`quantization/utils/helpers.py`, `calculate_qparams`).
 
 numpy computes them, so that the same bits come out on every machine: XLA multiplies by the reciprocal of a constant
 divisor, keeps bfloat16 intermediates in float32 and, on a CPU, may lose a NaN in a maximum.
@@ -25,7 +25,7 @@ import numpy as np
 
 from jpaged.models.quantization.fp8_weights import BLOCK
 from jpaged.models.quantization.layers import StoredLayer
-from jpaged.pallas_kernels.common.numerics import FP8_MAX
+from jpaged.pallas_kernels.common.numerics import FP8_MAX, LEAST_SCALE, MOST_SCALE
 
 GROUP = 128
 """Inputs that share a scale in int4, unless others are asked for."""
@@ -129,9 +129,9 @@ class Recipe:
         stored = (largest / np.float32(7.5 if self.packs else FP8_MAX)).astype(
             _scale_type(weight.dtype) if self.packs else _FLOAT32
         )
-        stored[largest == 0] = 1
+        stored[largest < LEAST_SCALE * FP8_MAX] = 1
         scales = stored.astype(_FLOAT32)
-        if not ((scales > 0) & np.isfinite(scales)).all():
+        if not ((scales >= LEAST_SCALE) & (scales <= MOST_SCALE)).all():
             raise ValueError(f"has values too small or too large for a scale in {stored.dtype}")
         blocks = blocks / scales
         if self.packs:

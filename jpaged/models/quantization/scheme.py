@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.api.errors import CheckpointError, UnsupportedModelError, shown
-from jpaged.models.quantization.layers import Kind, StoredLayer
+from jpaged.models.quantization.layers import Kind, RowOrder, StoredLayer
+from jpaged.pallas_kernels.common.numerics import LEAST_SCALE, MOST_SCALE
 
 FLOAT_TYPES = ("F32", "BF16", "F16")
 """Types that scales are stored in, as safetensors files name them."""
@@ -118,6 +119,14 @@ class Scheme:
         """
         raise NotImplementedError
 
+    def rounded(self, weight: jax.Array, order: RowOrder) -> tuple[jax.Array, jax.Array]:
+        """Of a scheme that is online: values [outputs, inputs] and scales [outputs, 1], the same bits as `arrays` makes
+        of a weight, on the device that this is on. The weight must be finite.
+
+        order: how it becomes [outputs, inputs].
+        """
+        raise NotImplementedError
+
     def dequantized(self, arrays: Mapping[str, Any], dtype: jnp.dtype) -> jax.Array:
         """A layer's weight [outputs, inputs], of what `arrays` made of it, on the device that they are on."""
         raise NotImplementedError
@@ -130,13 +139,17 @@ def checked_scales(found: Mapping[str, np.ndarray], suffix: str) -> np.ndarray:
     """A tensor of scales in float32.
 
     Raises:
-        BadTensor: one is zero, negative, infinite or NaN.
+        BadTensor: one is zero, negative, infinite or NaN, or too small or too large to compute with.
     """
     scales = np.asarray(found[suffix]).astype(np.float32)
     good = np.isfinite(scales) & (scales > 0)
     if not good.all():
         value = scales[~good].reshape(-1)[0]
         raise BadTensor(suffix, f"has a scale of {value:g}, which must be above 0 and finite")
+    good = (scales >= LEAST_SCALE) & (scales <= MOST_SCALE)
+    if not good.all():
+        value = scales[~good].reshape(-1)[0]
+        raise BadTensor(suffix, f"has a scale of {value:g}, which must be from {LEAST_SCALE:g} to {MOST_SCALE:g}")
     return scales
 
 

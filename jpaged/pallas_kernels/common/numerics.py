@@ -9,6 +9,10 @@ FP8 = jnp.float8_e4m3fn.dtype
 FP8_MAX = float(jnp.finfo(FP8).max)
 """448. What is larger would become NaN."""
 
+LEAST_SCALE, MOST_SCALE = 1e-35, 1e35
+"""Of values in few bits. Beyond these, what they multiply or divide may be no normal number of float32: devices make
+zeros of small ones, and zero divided by such a scale is NaN."""
+
 
 def precision_of(dtype: jnp.dtype) -> lax.Precision | None:
     """float32 products must be float32 throughout; GPUs would round the factors to TF32."""

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jpaged.pallas_kernels.common.numerics import FP8, FP8_MAX
+from jpaged.pallas_kernels.common.numerics import FP8, FP8_MAX, LEAST_SCALE
 from jpaged.pallas_kernels.devices import Device
 
 _LEAST_CAPABILITY = (8, 9)
@@ -14,7 +14,8 @@ def round_to_fp8(
 ) -> tuple[jax.Array, jax.Array]:
     """[M, K] as e4m3 [M, K] and float32 scales [M, G], or [1] where one is given: x is about their product.
 
-    A row, or group, of zeros has scale 1. NaN and infinity make one without a given scale NaN.
+    A row, or group, of zeros has scale 1; so has one of numbers below 5e-33, which become zeros. NaN and infinity make
+    one without a given scale NaN.
 
     group: inputs that share a scale; of the last group it may be fewer. None: all.
     """
@@ -27,7 +28,7 @@ def round_to_fp8(
         largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
         if upper_bound is not None:
             largest = jnp.minimum(largest, upper_bound)
-        scale = jnp.where(largest == 0, 1.0, largest / FP8_MAX)
+        scale = jnp.where(largest < FP8_MAX * LEAST_SCALE, 1.0, largest / FP8_MAX)
     rounded = jnp.clip(wide / scale, -FP8_MAX, FP8_MAX).astype(FP8)
     if grouped:
         return rounded.reshape(rows, -1)[:, :depth], scale[..., 0]

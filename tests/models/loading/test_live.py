@@ -32,10 +32,10 @@ def test_a_layers_experts_are_written_a_few_at_a_time_whatever_the_order_they_ar
     random.Random(0).shuffle(shuffled)
     targets = [HERE] * len(weights)
     groups = updater.match(tensors).groups(targets, [None] * len(weights))
-    assert [(index, places) for index, _, places in groups] == [
-        (index, places) for index, _, places in updater.match(dict(shuffled)).groups(targets, [None] * len(weights))
+    assert [(group.index, group.places) for group in groups] == [
+        (group.index, group.places) for group in updater.match(dict(shuffled)).groups(targets, [None] * len(weights))
     ]
-    sizes = [len(arrays) for _, arrays, _ in groups]
+    sizes = [len(group.arrays) for group in groups]
     assert max(sizes) == 16
     assert sum(sizes) == len(updater.match(tensors).writes)
     # 18 arrays of gate and up, in two programs.
@@ -56,8 +56,8 @@ def test_every_family_gives_its_weights_by_a_checkpoints_names_and_takes_them_ba
             update = updater.match(updater.read(weights, form))
             assert update.is_complete, (case.name, form)
             found = [np.full(array.shape, np.nan, np.float32) for array in weights]
-            for index, tensors, places in update.groups([HERE] * len(weights), [None] * len(weights)):
-                write_by_numpy(found[index], tensors, places)
+            for group in update.groups([HERE] * len(weights), [None] * len(weights)):
+                write_by_numpy(found[group.index], group.arrays, group.places)
             for name, one, other in zip(model.parameter_names, found, weights, strict=True):
                 # Norms of whole rows of queries and keys stand side by side: keys, which are fewer, leave a rest.
                 assert not np.isnan(one).any() or "head_norms" in name, (case.name, form, name)

@@ -1,6 +1,8 @@
 """Quantized checkpoints: what is read is what the published layouts say, and what cannot be served is named."""
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,12 +16,14 @@ import pytest
 from jpaged import EngineArgs, models
 from jpaged.api.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from jpaged.frontend.model_of_config import options_of
+from jpaged.models.loading import orbax_checkpoint
 from jpaged.models.loading.live import WeightUpdater
 from jpaged.models.quantization import SUFFIXES
-from jpaged.models.quantization.fp8 import Fp8
-from jpaged.models.quantization.layers import StoredLayer
+from jpaged.models.quantization.fp8 import Fp8, quantize_rows
+from jpaged.models.quantization.layers import RowOrder, StoredLayer
 from jpaged.models.quantization.mxfp4 import Mxfp4
 from jpaged.models.quantization.nvfp4 import Nvfp4
+from jpaged.models.quantization.scheme import BadTensor, checked_scales
 from jpaged.pallas_kernels.fp8_product.reference import dequantized as fp8_dequantized
 from jpaged.pallas_kernels.int4_product.reference import dequantized as int4_dequantized
 from jpaged.pallas_kernels.int4_product.reference import nvfp4_dequantized
@@ -267,6 +271,24 @@ def test_scales_that_cannot_be_are_named(layout, suffix, plain, tmp_path):
         load(directory)
 
 
+def test_scales_that_float32_does_not_compute_with_are_named():
+    """448 times 1e36 is infinity, and so is 448 divided by 1e-36."""
+    for value in (1e-36, 1e36):
+        said = re.escape(f"has a scale of {value:g}, which must be from 1e-35 to 1e+35")
+        with pytest.raises(BadTensor, match=said):
+            checked_scales({"weight_scale": np.array([1, value], np.float32)}, "weight_scale")
+
+
+def test_outputs_of_tiny_weights_become_zeros_and_no_nan():
+    """Whose scale a device would take for zero."""
+    weight = np.outer(np.float32([1e-30, 1e-33, 1e-36, 1e-37, 1e-40]), np.linspace(-1, 1, 33, dtype=np.float32))
+    arrays = quantize_rows(jnp.asarray(weight), RowOrder(weight.shape, (0, 1)))
+    found = np.asarray(fp8_dequantized(arrays[""], arrays["_scale"], None))
+    np.testing.assert_allclose(found[0], weight[0], rtol=0.07, atol=1e-33)
+    assert not found[1:].any()
+    np.testing.assert_array_equal(arrays["_scale"][1:], 1)
+
+
 def test_scales_of_nvfp4_that_cannot_be_are_named(plain, tmp_path):
     """One of 0 makes zeros of 16 weights, as it should where they are tiny."""
     directory = quantized_checkpoint(plain[LLAMA], tmp_path / "quantized", "nvfp4")
@@ -380,12 +402,55 @@ def test_what_is_not_supported_is_refused_by_name_with_what_is(plain):
     assert "quantized by 'compressed-tensors'; leave" in refusal(llama, "fp8", **dynamic)
 
 
-def test_quantized_models_are_not_saved_nor_read_from_orbax(plain, tmp_path):
+def test_models_that_are_quantized_here_are_not_saved(plain, tmp_path):
     model, weights = load(plain[LLAMA], "fp8")
     with pytest.raises(InvalidParameterError, match="save_pretrained writes no quantized models"):
         models.save_pretrained(model, weights, tmp_path / "out")
-    with pytest.raises(InvalidParameterError, match="Orbax checkpoints of quantized models are not supported"):
-        models.load(model, plain[LLAMA], "orbax")
+    with pytest.raises(InvalidParameterError, match=r"'fp8'.*, which no config.json says; save it without"):
+        orbax_checkpoint.save(model, weights, tmp_path / "out")
+    assert not (tmp_path / "out" / orbax_checkpoint.PARAMS).exists()
+
+
+def test_quantized_weights_saved_by_orbax_are_read_back_to_the_bit_and_damage_is_named(plain, tmp_path):
+    model, weights = load(quantized_checkpoint(plain[LLAMA], tmp_path / "quantized", "fp8-blocks"))
+    orbax_checkpoint.save(model, weights, tmp_path / "saved")
+    assert same_bits(load(tmp_path / "saved")[1], weights)
+
+    named = dict(zip(model.parameter_names, weights, strict=True))
+    name = "layers.1.mlp.down"
+    scales = named[f"{name}_scale"]
+    for number, (changed, said) in enumerate(
+        (
+            ({f"{name}_scale": scales.at[3, 1].set(np.nan)}, f"'{name}_scale' has a scale that cannot be"),
+            ({f"{name}_scale": scales.at[3, 1].set(0)}, f"'{name}_scale' has a scale that cannot be"),
+            ({name: named[name].astype(jnp.bfloat16)}, f"'{name}' has type bfloat16, config.json implies float8_e4m3"),
+        )
+    ):
+        orbax_checkpoint.save(model, [*(named | changed).values()], tmp_path / f"{number}")
+        with pytest.raises(CheckpointError, match=f"parameter {said}"):
+            load(tmp_path / f"{number}")
+
+
+def test_orbax_weights_that_are_rounded_while_they_are_read_are_those_of_safetensors(plain, tmp_path):
+    model, weights = load(plain[LLAMA])
+    orbax_checkpoint.save(model, weights, tmp_path / "saved")
+    rounded, wanted = load(plain[LLAMA], "fp8")
+    assert same_bits(load(tmp_path / "saved", "fp8")[1], wanted)
+    assert len(rounded.quantized) == 8
+
+    named = dict(zip(model.parameter_names, weights, strict=True))
+    name = "layers.1.mlp.down"
+    bad = named | {name: named[name].at[3, 1].set(np.inf)}
+    orbax_checkpoint.save(model, [*bad.values()], tmp_path / "bad")
+    with pytest.raises(CheckpointError, match=f"parameter '{name}' has NaN or infinity"):
+        load(tmp_path / "bad", "fp8")
+
+
+def same_bits(ours: models.Weights, theirs: models.Weights) -> bool:
+    pairs = list(zip(ours, theirs, strict=True))
+    return all(
+        a.dtype == b.dtype and np.array_equal(np.asarray(a).view("u1"), np.asarray(b).view("u1")) for a, b in pairs
+    )
 
 
 def test_biases_of_zeros_that_gptq_writes_for_layers_without_are_passed_over(plain, tmp_path):
@@ -410,13 +475,63 @@ def test_a_configuration_keeps_the_scheme_that_its_config_json_does_not_say(plai
     assert options_of({"architectures": ["LlamaForCausalLM"]}) == {}
 
 
-def test_quantized_weights_are_not_replaced_while_an_engine_runs(plain):
-    model, weights = load(plain[LLAMA], "fp8")
-    updater = WeightUpdater(model, model, None)
-    with pytest.raises(InvalidParameterError, match="update_weights is not supported for weights in"):
-        updater.match(dict(zip(model.parameter_names, weights, strict=True)))
-    with pytest.raises(InvalidParameterError, match="weights_as is not supported for weights in"):
-        updater.read(weights, "huggingface")
+def test_arrays_given_to_a_model_that_rounds_become_what_loading_makes_of_a_checkpoint_of_them(tmp_path):
+    """Of a mixture of experts, from a trainer's in bfloat16, in every form."""
+    directory = plain_checkpoint("qwen3-moe", tmp_path / "plain", num_hidden_layers=1)
+    model, weights = load(directory)
+    models.save_pretrained(model, weights, tmp_path / "saved", "bfloat16")
+    shutil.copy(directory / "config.json", tmp_path / "saved")
+    weights = tuple(array.astype(jnp.bfloat16) for array in weights)
+    rounded, wanted = load(tmp_path / "saved", "fp8")
+    updater = WeightUpdater(rounded, rounded, None)
+    by_name = WeightUpdater(model, model, None).read(weights, "huggingface")
+    forms = (weights, model.module(weights), by_name, {name: np.asarray(one) for name, one in by_name.items()})
+    for given in forms:
+        update = updater.match(given)
+        assert update.is_complete
+        assert same_bits(updater.apply(zeros(rounded), update), wanted)
+
+
+def test_a_part_of_joined_products_is_rounded_and_the_rest_keeps_its_bits(plain):
+    (model, weights), (rounded, old) = load(plain[LLAMA]), load(plain[LLAMA], "fp8")
+    updater = WeightUpdater(rounded, rounded, None)
+    tensors = WeightUpdater(model, model, None).read(weights, "huggingface")
+    chosen = {name: 3 * array for name, array in tensors.items() if "1.self_attn.k_proj" in name or "up_proj" in name}
+    assert len(chosen) == 6  # with biases
+    update = updater.match(chosen, partial=True)
+    assert not update.is_complete
+    mixed = updater.apply(tuple(map(jnp.copy, old)), update)
+    assert same_bits(mixed, updater.apply(zeros(rounded), updater.match(tensors | chosen)))
+    assert not same_bits(mixed, old)
+
+
+def test_arrays_that_cannot_be_rounded_and_quantized_checkpoints_are_refused_by_name(plain, tmp_path):
+    (model, weights), (rounded, _) = load(plain[LLAMA]), load(plain[LLAMA], "fp8")
+    updater = WeightUpdater(rounded, rounded, None)
+    tensors = WeightUpdater(model, model, None).read(weights, "huggingface")
+    name = "model.layers.1.mlp.down_proj.weight"
+    for number in (np.nan, -np.inf):
+        bad = tensors[name].at[3, 5].set(number)
+        for array in (bad, np.asarray(bad), np.asarray(bad, jnp.bfloat16), np.asarray(bad, np.float64)):
+            with pytest.raises(InvalidParameterError, match=f"'{name}' has NaN or infinity.*Nothing was changed"):
+                updater.match(tensors | {name: array})
+    too_large = np.asarray(tensors[name], np.float64) * 1e300  # for float32
+    with pytest.raises(InvalidParameterError, match=f"'{name}' has NaN or infinity"):
+        updater.match(tensors | {name: too_large})
+    with pytest.raises(InvalidParameterError, match=rf"'{name}' has shape \(3,\), the model implies"):
+        updater.match(tensors | {name: jnp.zeros(3)})
+    own = dict(zip(rounded.parameter_names, zeros(rounded), strict=True))
+    with pytest.raises(InvalidParameterError, match=r"there is no place for 'layers\.0\.attention\.out_scale'"):
+        updater.match(own)
+    with pytest.raises(InvalidParameterError, match="weights_as is not supported for weights in fp8"):
+        updater.read(tuple(own.values()), "huggingface")
+    stored = load(quantized_checkpoint(plain[LLAMA], tmp_path / "quantized", "awq"))[0]
+    with pytest.raises(InvalidParameterError, match="update_weights is not supported for a checkpoint in AWQ"):
+        WeightUpdater(stored, stored, None).match(tensors)
+
+
+def zeros(model: models.Model) -> models.Weights:
+    return tuple(jnp.zeros(leaf.shape, leaf.dtype) for leaf in model.abstract_weights)
 
 
 def test_the_scheme_is_part_of_what_tells_programs_apart(plain, tmp_path):
