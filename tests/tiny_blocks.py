@@ -546,21 +546,17 @@ def models_of_blocks() -> list[TinyModel]:
             pad_token_id=0,
         ),
         _of(
-            "phi-3.5-moe-style",
-            "phimoe",
-            "PhimoeForCausalLM",
-            num_key_value_heads=2,
-            intermediate_size=40,
-            num_local_experts=8,
-            num_experts_per_tok=2,
-            router_jitter_noise=0.1,
-            attention_bias=True,
-            lm_head_bias=True,
-            max_position_embeddings=4 * MAX_LENGTH,
-            rope_scaling=longrope
-            | {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0] * 8}
-            | {"short_mscale": 1.24, "long_mscale": 1.24, "original_max_position_embeddings": MAX_LENGTH},
-            rope_theta=10000.0,
+            "codestral-mamba-style",
+            "mamba2",
+            "Mamba2ForCausalLM",
+            num_heads=8,
+            head_dim=16,
+            state_size=16,
+            n_groups=2,
+            conv_kernel=4,
+            expand=2,
+            layer_norm_epsilon=1e-5,
+            pad_token_id=0,
         ),
     ]
 

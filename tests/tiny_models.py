@@ -151,9 +151,7 @@ def _draw_parameter(case: TinyModel, name: str, shape: tuple[int, ...]) -> np.nd
         return draw(case, f"{block}.block_sparse_moe.{names[part]}" if part else name, shape)
     name = name.replace(".gate.moe_statics.", ".moe_statics.")  # of ERNIE 4.5
     prefix, _, part = name.rpartition(".experts.")
-    if case.family == "phimoe":
-        name = name.replace(".router.", ".gate.")
-    if case.config["model_type"] in ("mixtral", "minimax_m2", "phimoe"):
+    if case.config["model_type"] in ("mixtral", "minimax_m2"):
         prefix, name = (one.replace(".mlp.", ".block_sparse_moe.") for one in (f"{prefix}.", name))
         prefix = prefix.removesuffix(".")
         names = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}

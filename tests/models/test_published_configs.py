@@ -527,6 +527,10 @@ OF_EQUAL_LAYERS: dict[str, tuple[dict[str, Any], int]] = {
         },
         521_411_104,
     ),
+    "codestral-mamba-7b": (
+        {"architectures": ["Mamba2ForCausalLM"], "vocab_size": 32768, "hidden_size": 4096, "num_hidden_layers": 64},
+        7_285_403_648,
+    ),
     "phi-2": (_sized("PhiForCausalLM", 51200, 2560, 10240, 32, 32), 2_779_683_840),
     "phi-3.5-moe": (
         _sized("PhiMoEForCausalLM", 32064, 4096, 6400, 32, 32)

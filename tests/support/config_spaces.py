@@ -268,6 +268,14 @@ def _phimoe_rope(chance: random.Random, config: Config) -> None:
     }
 
 
+def _mamba_alone(chance: random.Random, config: Config) -> None:
+    """Sizes of Mamba-2."""
+    heads, size = chance.choice((2, 4, 6)), chance.choice((8, 12, 16))
+    config |= {"num_heads": heads, "head_dim": size, "expand": 2, "hidden_size": heads * size // 2}
+    config |= {"num_hidden_layers": chance.choice((1, 2, 3)), "n_groups": chance.choice((1, 2))}
+    config |= {"state_size": chance.choice((8, 16)), "conv_kernel": chance.choice((2, 3, 4)), "chunk_size": 8}
+
+
 def mamba_layers(chance: random.Random, config: Config) -> None:
     layers = config["num_hidden_layers"]
     if config["model_type"] == "bamba":
@@ -767,6 +775,19 @@ SPACES: dict[str, Space] = {
             for name in ("lm_head", "embedding", "key", "attention_out", "attention_in", "ssm_in", "ssm_out")
         },
         (sizes(dim="rare"), mamba, rotation("default", "linear", "yarn"), _own_size),
+    ),
+    "mamba2": Space(
+        "Mamba2ForCausalLM",
+        "mamba2",
+        {
+            "layer_norm_epsilon": EPS,
+            "hidden_act": _SILU,
+            "time_step_limit": _STEPS,
+            "use_bias": FLAG,
+            "use_conv_bias": FLAG,
+            "residual_in_fp32": FLAG,
+        },
+        (_mamba_alone,),
     ),
     "lfm2": Space(
         *("Lfm2ForCausalLM", "lfm2", _LFM2),

@@ -41,6 +41,7 @@ from jpaged.models.families.llama import (
     SEED_OSS,
 )
 from jpaged.models.families.llama4 import Llama4Family
+from jpaged.models.families.mamba2 import Mamba2Family
 from jpaged.models.families.mpt import MptFamily
 from jpaged.models.families.nanochat import NanoChatFamily
 from jpaged.models.families.nemotron import ARCEE, JAIS2, NEMOTRON
@@ -182,6 +183,7 @@ _NEOX = About(
 _GPTJ = About("GPT-J", "6B", "attention and MLP side by side; interleaved partial RoPE; head with a bias")
 _CODEGEN = About("CodeGen", "350M, 2B, 6B, 16B: nl, multi, mono", "as GPT-J; joined q, k, v")
 _BLOOM = About("BLOOM", "560M to 176B; BLOOMZ", "ALiBi; norm of the embeddings; biases")
+_MAMBA2 = About("Mamba-2", "Codestral Mamba 7B; Mamba-2 130M to 2.7B", "Mamba-2 in every layer, no attention")
 _MPT = About("MPT", "7B, 30B", "ALiBi; norms without bias; clipped q, k, v")
 _MIXTRAL = About("Mixtral", "8x7B, 8x22B", "as Mistral; a router and experts in place of each MLP")
 _OLMOE = About("OLMoE", "1B-7B", "as Mixtral; norms over all queries and over all keys")
@@ -327,6 +329,7 @@ register("GPTNeoXForCausalLM", GPTNeoXFamily(), _NEOX)
 register("GPTJForCausalLM", GPTJ, _GPTJ)
 register("CodeGenForCausalLM", CODEGEN, _CODEGEN)
 register("BloomForCausalLM", BloomFamily(), _BLOOM)
+register("Mamba2ForCausalLM", Mamba2Family(), _MAMBA2)
 register("MptForCausalLM", MptFamily(), _MPT)
 register("MPTForCausalLM", MptFamily(), _MPT)  # as MosaicML's own checkpoints have it
 register("Lfm2ForCausalLM", LFM2, _LFM2)
