@@ -2,8 +2,8 @@
 
     x += mixer(norm(x))
 
-A layer more does nothing, and keeps a few columns of each token that nobody reads: by its blocks the engine counts
-tokens, and finds the snapshots of states that prefixes have.
+A layer more does nothing, and keeps a small key and value of each token that nobody reads: by its blocks the engine
+counts tokens, and finds the snapshots of states that prefixes have.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ _NAMES = {
 """What other families call them."""
 
 _COLUMNS = 16
-"""Of a token, the fewest that the cache's kernels take."""
+"""Of the key and of the value, the fewest that kernels take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,6 @@ class Mamba2Family:
             num_heads=state.heads,
             num_kv_heads=1,
             head_dim=_COLUMNS,
-            value_dim=_COLUMNS,
             intermediate_size=inner,
             max_position_embeddings=read.integer("max_position_embeddings", 262144),
             layer_states=(*(state,) * layers, None),
