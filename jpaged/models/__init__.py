@@ -41,13 +41,13 @@ from jpaged.models.experts import ClampedSwiGLU, Routing, SparseConfig, SparseML
 from jpaged.models.family import OTHER_PARTS, TEXT_PART_NAMES, Attend, CausalLM, Family
 from jpaged.models.latent import LatentAttention, LatentConfig
 from jpaged.models.layers import MLP, Attention, GatedMLP, run_layers
-from jpaged.models.linear import Embedding, Linear, PartialSum, Rows
+from jpaged.models.linear import Embedding, Linear, PartialSum, Rows, times
 from jpaged.models.loading import pieces
 from jpaged.models.loading.checkpoint import load, save_pretrained
 from jpaged.models.loading.pieces import Piece, TiedTensor
 from jpaged.models.loading.quantize import quantize_checkpoint
 from jpaged.models.mamba import Mamba2, mamba_pieces
-from jpaged.models.mamba_config import PLAIN_MAMBA, MambaOptions, read_mamba_layers
+from jpaged.models.mamba_config import PLAIN_MAMBA, MambaOptions, read_mamba, read_mamba_layers
 from jpaged.models.model import Model, Weights, build, resolve_dtype
 from jpaged.models.norms import (
     HeadNorms,
@@ -58,6 +58,7 @@ from jpaged.models.norms import (
     OnePlusRMSNorm,
     RMSNorm,
     RMSNormOfAllHeads,
+    UnscaledLayerNorm,
     UnscaledRMSNorm,
     WideRMSNorm,
 )
@@ -132,6 +133,7 @@ __all__ = [
     "Stream",
     "Temperature",
     "TiedTensor",
+    "UnscaledLayerNorm",
     "UnscaledRMSNorm",
     "Weights",
     "WideRMSNorm",
@@ -150,6 +152,7 @@ __all__ = [
     "parse_rope",
     "pieces",
     "quantize_checkpoint",
+    "read_mamba",
     "read_mamba_layers",
     "register",
     "resolve",
@@ -159,6 +162,7 @@ __all__ = [
     "sigmoid_routing",
     "sparse_fields",
     "supported_architectures",
+    "times",
     "window_rope",
     "without_image_sections",
     "yarn_temperature",

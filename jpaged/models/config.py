@@ -40,6 +40,8 @@ class ModelConfig:
         first token on, and a query sees its own chunk up to itself.
     layer_states: per layer; what a recurrent layer keeps of a sequence instead of its tokens, or None for attention.
         Left out, no layer is recurrent; one at least must not be.
+    counts_tokens_alone: nothing reads what the layers without a state keep of a token. Their blocks count tokens, and
+        the pool has no more of them than sequences and snapshots of states can have.
     tie_word_embeddings: the embedding is the head.
     value_dim: values are the first so many columns of keys, of which a layer keeps nothing else (MLA); None where it
         keeps values apart, of `head_dim` columns as keys are.
@@ -68,6 +70,7 @@ class ModelConfig:
     layer_windows: tuple[int | None, ...] = ()
     chunked_windows: bool = False
     layer_states: tuple[LayerState | None, ...] = ()
+    counts_tokens_alone: bool = False
     value_dim: int | None = None
     tie_word_embeddings: bool
     num_experts: int = 0

@@ -176,6 +176,18 @@ class ConfigReader:
                 )
         return tuple(kinds)
 
+    def dense_layers(self, num_layers: int) -> tuple[bool, ...] | None:
+        """ "mlp_layer_types": for each layer whether it has an ordinary MLP, not experts; None where it is not said."""
+        kinds = self.config.get("mlp_layer_types")
+        if kinds is None:
+            return None
+        known = isinstance(kinds, list | tuple) and len(kinds) == num_layers
+        if not known or any(kind not in ("dense", "sparse") for kind in kinds):
+            raise CheckpointError(
+                f"config.json: mlp_layer_types must list dense or sparse for {num_layers} layers, got {shown(kinds)}."
+            )
+        return tuple(kind == "dense" for kind in kinds)
+
     def layer_windows(self, kinds: tuple[str, ...], default: int | None = None) -> tuple[int | None, ...]:
         """For each layer the "sliding_window", where its kind is "sliding_attention"; None where it is not.
 

@@ -54,11 +54,14 @@ class Routing(ExpertChoice):
     """How a router picks experts: what `ExpertChoice` says, and
 
     biased: a stored number for each expert is added to the scores when experts are picked, not to the weights.
+    mixer_jitter: a sparse mixer picks two experts and weighs them, see `sparse_mixer`; None for a router as
+        `ExpertChoice` says.
     zipf: for measurements with random weights, whose routers pick all experts alike: an expert is then as popular
         as its rank to the power of minus `zipf` (`skewed`). 0 for a model's own router.
     """
 
     biased: bool = False
+    mixer_jitter: float | None = None
     zipf: float = 0.0
 
     def skewed(self, logits: jax.Array) -> jax.Array:
@@ -246,6 +249,9 @@ def route_rows(
     Rows are sorted where a kernel does it.
     """
     tokens, num_experts = logits.shape
+    if routing.mixer_jitter is not None:
+        experts, weights = sparse_mixer(logits, routing.mixer_jitter)
+        return RoutedTokens(experts if live is None else jnp.where(live[:, None], experts, -1), weights, None)
     if (found := route_tokens_backend(logits, routing, backend)) == "xla":
         experts, weights = route(logits, routing, correction)
         return RoutedTokens(experts if live is None else jnp.where(live[:, None], experts, -1), weights, None)
@@ -263,6 +269,25 @@ def route_rows(
         tile_height=height,
         backend=found,
     )
+
+
+def sparse_mixer(logits: jax.Array, jitter: float) -> tuple[jax.Array, jax.Array]:
+    """The two experts of each token and their weights, as SparseMixer-v2 has them once trained (Liu et al. 2024,
+    arXiv:2409.12136): each is the best one of those left, and its weight is its part of a softmax over those left whose
+    logits are close to its own, within 2 jitter of the larger of both magnitudes.
+
+    logits: float32 [T, E]. Returns int32 [T, 2] and float32 [T, 2].
+    """
+    left, found = logits, []
+    for _ in range(2):
+        best = jnp.argmax(left, axis=-1)[:, None]
+        top = jnp.take_along_axis(left, best, axis=-1)
+        is_far = (top - logits) / jnp.maximum(jnp.abs(logits), top) > 2 * jitter
+        part = jnp.sum(jnp.where(is_far, 0.0, jnp.exp(left - top)), axis=-1, keepdims=True)
+        found.append((best.astype(jnp.int32), 1 / part))
+        left = jnp.where(jnp.arange(logits.shape[1]) == best, -jnp.inf, left)
+    experts, weights = (jnp.concatenate(parts, axis=-1) for parts in zip(*found, strict=True))
+    return experts, weights
 
 
 class GroupedExperts(nnx.Module):

@@ -1,4 +1,4 @@
-"""Mamba-2 (Dao and Gu 2024, arXiv:2405.21060, section 7), as Granite 4, Bamba and Nemotron-H have it.
+"""Mamba-2 (Dao and Gu 2024, arXiv:2405.21060, section 7), as Granite 4, Bamba, Nemotron-H and Falcon-H1 have it.
 
     x --zx--> z, inputs }
       --bc--> b, c      } --short convolution--> inputs, b, c --state space duality--> y --times silu(z), norm--> out
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jpaged.models.collectives import Collectives
-from jpaged.models.linear import Linear, PartialSum
+from jpaged.models.linear import Linear, PartialSum, times
 from jpaged.models.loading.pieces import Part, Piece, as_is
 from jpaged.models.mamba_config import ANY_STEP, PLAIN_MAMBA, MambaOptions
 from jpaged.models.parameters import Constant, Normal, parameter
@@ -25,27 +25,38 @@ from jpaged.models.states import MambaState
 
 
 class GatedGroupNorm(nnx.Module):
-    """The RMS norm, over each group of heads, of y times silu(gate); in float32, rounded before the scale.
+    """The RMS norm, over each group of heads, of y times silu(gate), or of y, which is then multiplied by that; in
+    float32, rounded before the scale.
 
-    scale: [heads, head_dim].
+    scale: [heads, head_dim]. gate_first: the norm is of y times silu(gate).
     """
 
     def __init__(
-        self, state: MambaState, eps: float, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives
+        self,
+        state: MambaState,
+        eps: float,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        collectives: Collectives,
+        *,
+        gate_first: bool = True,
     ) -> None:
-        self.state, self.eps, self.collectives = state, eps, collectives
+        self.state, self.eps, self.collectives, self.gate_first = state, eps, collectives, gate_first
         self.scale = parameter(rngs, Constant(1.0), (state.heads, state.head_dim), dtype, 0)
 
     def __call__(self, y: jax.Array, gate: jax.Array) -> jax.Array:
         """[T, heads, head_dim], twice -> [T, heads, head_dim]."""
         state = self.state
-        wide = y.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
+        wide, opening = y.astype(jnp.float32), jax.nn.silu(gate.astype(jnp.float32))
+        if self.gate_first:
+            wide = wide * opening
         grouped = wide.reshape(y.shape[0], state.own_groups, -1)
         sums = jnp.sum(jnp.square(grouped), axis=-1, keepdims=True)
         if state.heads < state.group_heads:
             sums = self._of_whole_group(sums)
         factors = jax.lax.rsqrt(sums / (state.group_heads * state.head_dim) + self.eps)
-        return self.scale[...] * (grouped * factors).reshape(y.shape).astype(y.dtype)
+        normed = self.scale[...] * (grouped * factors).reshape(y.shape).astype(y.dtype)
+        return normed if self.gate_first else (normed * opening).astype(y.dtype)
 
     def _of_whole_group(self, sums: jax.Array) -> jax.Array:
         """[T, 1, 1], of each shard's part of a group -> of the whole group."""
@@ -84,6 +95,7 @@ class Mamba2(RecurrentLayer):
         options: MambaOptions = PLAIN_MAMBA,
     ) -> None:
         self.state, self.dt_limits, self.collectives = state, options.dt_limits, collectives
+        self.multipliers = options.multipliers
         bias = options.bias
         heads, size, std, wide = state.heads, state.head_dim, hidden**-0.5, jnp.dtype(jnp.float32)
         shared = (2, state.groups, state.state_dim)
@@ -99,15 +111,21 @@ class Mamba2(RecurrentLayer):
         self.a_log = parameter(rngs, zero, (heads,), wide, 0)
         self.dt_bias = parameter(rngs, Constant(1.0), (heads,), wide, 0)
         self.d = parameter(rngs, Constant(1.0), (heads,), wide, 0)
-        self.norm = GatedGroupNorm(state, eps, dtype, rngs, collectives)
+        gate_first = options.norm == "of gated"
+        self.norm = (
+            None
+            if options.norm is None
+            else GatedGroupNorm(state, eps, dtype, rngs, collectives, gate_first=gate_first)
+        )
         all_heads = heads * collectives.size
         out_std = (all_heads * size * 2 * num_layers) ** -0.5
-        self.out = Linear((heads, size), (hidden,), out_std, dtype, rngs, shard_axis=0, bias=bias)
+        self.out = Linear((heads, size), (hidden,), out_std, dtype, rngs, shard_axis=0, bias=options.last_bias)
 
     def mix(self, x: jax.Array, recurrence: Recurrence, backend: str | None) -> PartialSum:
         state = self.state
-        zx = self.zx(x, backend=backend)
-        channels = _side_by_side(zx[:, :, 1], self.bc(x, backend=backend), 1)
+        of_z, of_x, of_b, of_c, of_dt = self.multipliers
+        zx = _times(self.zx(x, backend=backend), (of_z, of_x), -2)
+        channels = _side_by_side(zx[:, :, 1], _times(self.bc(x, backend=backend), (of_b, of_c), 1), 1)
         taps = _side_by_side(self.input_taps[...], self.shared_taps[...], 1)
         bias = None
         if self.input_bias is not None and self.shared_bias is not None:
@@ -116,11 +134,26 @@ class Mamba2(RecurrentLayer):
         if state.own_groups < state.groups:
             first = first_group(state, self.collectives)
             b, c = (jax.lax.dynamic_slice_in_dim(z, first, state.own_groups, axis=1) for z in (b, c))
-        dt = jax.nn.softplus(self.dt_in(x, jnp.dtype(jnp.float32), backend) + self.dt_bias[...])
+        dt = times(self.dt_in(x, jnp.dtype(jnp.float32), backend), of_dt)
+        dt = jax.nn.softplus(dt + self.dt_bias[...])
         if self.dt_limits != ANY_STEP:
             dt = jnp.clip(dt, *self.dt_limits)
         y = recurrence.state_space_dual(inputs, dt, -jnp.exp(self.a_log[...]), b, c, self.d[...])
-        return self.out.partial_sum(self.norm(y, zx[:, :, 0]), backend)
+        gate = zx[:, :, 0]
+        if self.norm is None:
+            gated = (y.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))).astype(y.dtype)
+        else:
+            gated = self.norm(y, gate)
+        return self.out.partial_sum(gated, backend)
+
+
+def _times(x: jax.Array, factors: tuple[float, float], axis: int) -> jax.Array:
+    """x, whose axis has two entries, with each multiplied by its factor, in float32, rounded to x's type."""
+    if factors == (1.0, 1.0):
+        return x
+    shape = [1] * x.ndim
+    shape[axis] = 2
+    return (x.astype(jnp.float32) * jnp.asarray(factors, jnp.float32).reshape(shape)).astype(x.dtype)
 
 
 def _side_by_side(of_heads: jax.Array, shared: jax.Array, axis: int) -> jax.Array:
@@ -170,7 +203,8 @@ def mamba_pieces(
             yield Piece(f"{theirs}.conv1d.bias", (channels,), f"{ours}.{name}_bias", split, axes, part=of_bias)
     for tensor, own in (("A_log", "a_log"), ("dt_bias", "dt_bias"), ("D", "d")):
         yield as_is(f"{theirs}.{tensor}", f"{ours}.{own}", heads)
-    yield Piece(f"{theirs}.norm.weight", (inner,), f"{ours}.norm.scale", of_heads, (0, 1))
+    if options.norm is not None:
+        yield Piece(f"{theirs}.norm.weight", (inner,), f"{ours}.norm.scale", of_heads, (0, 1))
     yield Piece(f"{theirs}.out_proj.weight", (hidden, inner), f"{ours}.out", (hidden, *of_heads), (1, 2, 0))
-    if options.bias:
+    if options.last_bias:
         yield as_is(f"{theirs}.out_proj.bias", f"{ours}.out_bias", hidden)

@@ -1,8 +1,8 @@
-"""What config.json says of Mamba-2 layers, as Granite 4 and Bamba spell it."""
+"""What config.json says of Mamba-2 layers, as Granite 4, Bamba and Falcon-H1 spell it."""
 
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 from jpaged.api.checks import is_number
 from jpaged.api.errors import CheckpointError, UnsupportedModelError, shown
@@ -15,11 +15,24 @@ ANY_STEP = (0.0, inf)
 
 @dataclass(frozen=True)
 class MambaOptions:
-    """bias: of a layer's products. convolution_bias: of its convolution. dt_limits: the least and the largest dt."""
+    """bias: of a layer's products. output_bias: of the last one; as the others have it if None.
+    convolution_bias: of its convolution. dt_limits: the least and the largest dt.
+    norm: what happens to the heads' outputs: the norm of them times the gate, the norm of them, then times the gate; or
+        they are multiplied by the gate alone.
+    multipliers: of the gate, of inputs, b, c and dt as the products give them (Falcon-H1).
+    """
 
     bias: bool = False
+    output_bias: bool | None = None
     convolution_bias: bool = True
     dt_limits: tuple[float, float] = ANY_STEP
+    norm: Literal["of gated", "before gate"] | None = "of gated"
+    multipliers: tuple[float, ...] = (1.0,) * 5
+
+    @property
+    def last_bias(self) -> bool:
+        """Whether the last product has a bias."""
+        return self.bias if self.output_bias is None else self.output_bias
 
 
 PLAIN_MAMBA = MambaOptions()
@@ -35,25 +48,32 @@ def read_mamba_layers(read: ConfigReader, num_layers: int) -> tuple[tuple[MambaS
     recurrent = _read_kinds(read, num_layers)
     if not any(recurrent):
         return (None,) * num_layers, PLAIN_MAMBA
+    state, options = read_mamba(read, read.integer("mamba_expand", 2) * read.integer("hidden_size"))
+    return tuple(state if one else None for one in recurrent), options
+
+
+def read_mamba(read: ConfigReader, inner: int) -> tuple[MambaState, MambaOptions]:
+    """What one Mamba-2 layer keeps, and what it is like. inner: columns of all its heads.
+
+    Raises: as `read_mamba_layers`.
+    """
     read.refuse(("hidden_act", "silu"))
-    state = _read_state(read)
     options = MambaOptions(
         bias=read.flag("mamba_proj_bias", False),
         convolution_bias=read.flag("mamba_conv_bias", True),
         dt_limits=_read_dt_limits(read),
     )
-    return tuple(state if one else None for one in recurrent), options
+    return _read_state(read, inner), options
 
 
-def _read_state(read: ConfigReader) -> MambaState:
-    hidden, heads = read.integer("hidden_size"), read.integer("mamba_n_heads", 128)
-    inner = read.integer("mamba_expand", 2) * hidden
+def _read_state(read: ConfigReader, inner: int) -> MambaState:
+    heads = read.integer("mamba_n_heads", 128)
     size = read.config.get("mamba_d_head", "auto")
     head_dim = inner // heads if size in ("auto", None) else read.integer("mamba_d_head")
     if heads * head_dim != inner:
         raise CheckpointError(
             f"config.json: mamba_n_heads ({heads}) times mamba_d_head ({shown(size)}) must be mamba_expand times"
-            f" hidden_size ({inner})."
+            f" hidden_size, or mamba_d_ssm where the model has that ({inner})."
         )
     groups, width = read.integer("mamba_n_groups", 1), read.integer("mamba_d_conv", 4)
     if heads % groups or width < 2:

@@ -129,6 +129,16 @@ class OnePlusLayerNorm(LayerNorm):
         return 1.0 + super().multiplier()
 
 
+class UnscaledLayerNorm(Norm):
+    """Layer norm without weights (OLMo), in float32."""
+
+    def __init__(self, eps: float) -> None:
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return _centred(x, self.eps).astype(x.dtype)
+
+
 def _centred(x: jax.Array, eps: float) -> jax.Array:
     """x of mean 0 and variance 1 along its last axis, float32."""
     wide = x.astype(jnp.float32)

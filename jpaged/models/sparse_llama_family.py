@@ -19,7 +19,7 @@ from jpaged.models.experts import Routing, SparseConfig, feed_forward
 from jpaged.models.layers import Attention
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
-from jpaged.models.norms import RMSNorm, RMSNormOfAllHeads
+from jpaged.models.norms import RMSNorm, RMSNormOfAllHeads, WideRMSNorm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,7 @@ class SparseLlamaConfig(DecoderConfig, SparseConfig):
     """qk_norm: queries and keys are RMS-normalised head by head before the rotation.
     norms_of_all: all queries of a token are RMS-normalised together, and all keys.
     qkv_bias, output_bias: which products of attention have biases.
+    norms_after: norms are of what attention and experts give, not of what they read.
     fused_experts: the axes of the tensor that has gate and up of all experts of a layer, of which the gate's come first
         (Qwen3-VL): "inputs, outputs" behind the experts, as published, or "outputs, inputs", as transformers saves new
         models. None: checkpoints have tensors for each expert.
@@ -36,6 +37,7 @@ class SparseLlamaConfig(DecoderConfig, SparseConfig):
     norms_of_all: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
+    norms_after: bool = False
     fused_experts: Literal["inputs, outputs", "outputs, inputs"] | None = None
 
 
@@ -62,7 +64,9 @@ class SparseLlamaFamily:
         return self.reads(read)
 
     def module(self, config: SparseLlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> Decoder:
-        norm = partial(RMSNorm, config.hidden_size, config.norm_eps, dtype, rngs)
+        kind = WideRMSNorm if config.norms_after else RMSNorm
+        norm = partial(kind, config.hidden_size, config.norm_eps, dtype, rngs)
+        after = config.norms_after
         of_heads = partial(RMSNorm, config.head_dim, config.norm_eps, dtype, rngs)
 
         def block(layer: int) -> SequentialBlock:
@@ -77,11 +81,14 @@ class SparseLlamaFamily:
                     collectives=collectives,
                 ),
                 feed_forward(config, layer, dtype, rngs, collectives),
-                attention_norm=norm(),
-                mlp_norm=norm(),
                 query_norm=of_heads() if config.qk_norm else None,
                 key_norm=of_heads() if config.qk_norm else None,
                 head_norms=RMSNormOfAllHeads(config, config.norm_eps, dtype, rngs) if config.norms_of_all else None,
+                rope=config.layer_ropes[layer],
+                attention_norm=None if after else norm(),
+                mlp_norm=None if after else norm(),
+                after_attention=norm() if after else None,
+                after_mlp=norm() if after else None,
             )
 
         return Decoder(config, block, norm, dtype, rngs, collectives)
@@ -91,7 +98,8 @@ class SparseLlamaFamily:
         yield pieces.as_is("model.embed_tokens.weight", "embedding", config.vocab_size, hidden)
         for i in range(config.num_layers):
             theirs, ours = f"model.layers.{i}", f"layers.{i}"
-            yield pieces.norm(f"{theirs}.input_layernorm", f"{ours}.attention_norm", hidden)
+            if not config.norms_after:
+                yield pieces.norm(f"{theirs}.input_layernorm", f"{ours}.attention_norm", hidden)
             attention = f"{theirs}.self_attn"
             biases = {"qkv": config.qkv_bias, "out": config.output_bias}
             yield from pieces.separate_qkv(attention, f"{ours}.attention", config, bias=biases["qkv"], order=order)
@@ -102,11 +110,14 @@ class SparseLlamaFamily:
             if config.norms_of_all:
                 norms = f"{attention}.q_norm", f"{attention}.k_norm"
                 yield from pieces.head_norms(norms, f"{ours}.head_norms", config, flat=True, order=order)
-            yield pieces.norm(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm", hidden)
+            behind = "after_attention" if config.norms_after else "mlp_norm"
+            yield pieces.norm(f"{theirs}.post_attention_layernorm", f"{ours}.{behind}", hidden)
             if config.dense_layers[i]:
                 yield from pieces.gated_mlp(f"{theirs}.mlp", f"{ours}.mlp", hidden, config.intermediate_size)
             else:
                 yield from self.sparse_mlp(f"{theirs}.{self.names.block}", f"{ours}.mlp", config)
+            if config.norms_after:
+                yield pieces.norm(f"{theirs}.post_feedforward_layernorm", f"{ours}.after_mlp", hidden)
         yield pieces.norm("model.norm", "norm", hidden)
         yield pieces.head("lm_head.weight", "model.embed_tokens.weight", config)
 

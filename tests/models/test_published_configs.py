@@ -493,3 +493,119 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
 )
 def test_published_models_have_their_published_number_of_parameters(config: dict[str, Any], parameters: int) -> None:
     assert models.build(ModelConfig.from_dict(config)).num_parameters == parameters
+
+
+def _sized(architecture: str, vocab: int, hidden: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
+    """A config.json with sizes by their usual names."""
+    return {
+        "architectures": [architecture],
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+
+
+OF_EQUAL_LAYERS: dict[str, tuple[dict[str, Any], int]] = {
+    "falcon-h1-0.5b": (
+        {
+            "architectures": ["FalconH1ForCausalLM"],
+            "vocab_size": 32784,
+            "hidden_size": 1024,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "mamba_d_ssm": 1536,
+            "mamba_n_heads": 24,
+            "mamba_d_head": 64,
+            "mamba_d_state": 128,
+            "mamba_n_groups": 1,
+            "mamba_rms_norm": False,
+        },
+        521_411_104,
+    ),
+    "codestral-mamba-7b": (
+        {"architectures": ["Mamba2ForCausalLM"], "vocab_size": 32768, "hidden_size": 4096, "num_hidden_layers": 64},
+        7_285_403_648,
+    ),
+    "phi-2": (_sized("PhiForCausalLM", 51200, 2560, 10240, 32, 32), 2_779_683_840),
+    "phi-3.5-moe": (
+        _sized("PhiMoEForCausalLM", 32064, 4096, 6400, 32, 32)
+        | {"num_key_value_heads": 8, "attention_bias": True, "lm_head_bias": True, "num_local_experts": 16},
+        41_873_153_344,
+    ),
+    "codegen-350m": (
+        {"architectures": ["CodeGenForCausalLM"], "vocab_size": 51200, "n_embd": 1024, "n_head": 16, "n_layer": 20}
+        | {"rotary_dim": 32},
+        356_712_448,
+    ),
+    "starcoder": (
+        {"architectures": ["GPTBigCodeForCausalLM"], "vocab_size": 49152, "n_embd": 6144, "n_head": 48, "n_layer": 40}
+        | {"n_positions": 8192},
+        15_517_456_384,
+    ),
+    "olmo-7b": (_sized("OlmoForCausalLM", 50304, 4096, 11008, 32, 32), 6_888_095_744),
+    "flexolmo-7x7b": (
+        _sized("FlexOlmoForCausalLM", 100352, 4096, 11008, 32, 32) | {"num_experts": 7, "num_experts_per_tok": 5},
+        33_270_665_216 + 32 * 4096,  # and scales of values beside those of queries and keys, which nothing reads
+    ),
+    "solar-open-100b": (
+        _sized("SolarOpenForCausalLM", 196608, 4096, 10240, 48, 64)
+        | {"num_key_value_heads": 8, "head_dim": 128, "n_routed_experts": 128, "moe_intermediate_size": 1280},
+        102_651_793_408 + 48 * 128,  # and what corrects the scores of experts
+    ),
+    "k-exaone-236b-a23b": (
+        _sized("ExaoneMoEForCausalLM", 153600, 6144, 18432, 48, 64)
+        | {"num_key_value_heads": 8, "head_dim": 128, "num_experts": 128, "moe_intermediate_size": 2048},
+        236_571_150_336 + 47 * 128,  # likewise
+    ),
+    "cwm": (
+        _sized("CwmForCausalLM", 128256, 6144, 21504, 64, 48) | {"num_key_value_heads": 8, "head_dim": 128},
+        32_581_097_472,
+    ),
+    "helium-1-preview-2b": (
+        _sized("HeliumForCausalLM", 48000, 2560, 7040, 24, 20) | {"num_key_value_heads": 20, "head_dim": 128},
+        2_172_643_840,
+    ),
+    "minicpm3-4b": (
+        _sized("MiniCPM3ForCausalLM", 73448, 2560, 6400, 62, 40)
+        | {"q_lora_rank": 768, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32},
+        4_073_875_968,
+    ),
+    "youtu-llm-2b": (
+        _sized("YoutuForCausalLM", 128256, 2048, 6144, 32, 16) | {"q_lora_rank": 1536, "kv_lora_rank": 512},
+        1_961_560_064,
+    ),
+    "jais-2-8b": (_sized("Jais2ForCausalLM", 150272, 3328, 26624, 32, 26), 8_090_401_280),
+    "internlm3-8b": (
+        _sized("InternLM3ForCausalLM", 128512, 4096, 10240, 48, 32) | {"num_key_value_heads": 2, "head_dim": 128},
+        8_804_241_408,
+    ),
+    "iquest-coder-40b": (
+        _sized("IQuestCoderForCausalLM", 76800, 5120, 27648, 80, 40) | {"num_key_value_heads": 8, "head_dim": 128},
+        39_794_283_520,
+    ),
+    "hyperclova-x-seed-think-14b": (
+        _sized("HyperCLOVAXForCausalLM", 110592, 6144, 14336, 38, 48) | {"num_key_value_heads": 8, "head_dim": 128},
+        14_748_112_896,
+    ),
+    "granite-swa-2b": (
+        _sized("GraniteSWAForCausalLM", 100352, 2560, 8192, 24, 20) | {"num_key_value_heads": 4},
+        2_144_463_840,
+    ),
+    "nanochat-d32": (_sized("NanoChatForCausalLM", 65536, 2048, 8192, 32, 16), 1_879_048_192),
+}
+"""Models whose layers have as many parameters each, but for the first one at most."""
+
+
+@pytest.mark.parametrize(("config", "parameters"), OF_EQUAL_LAYERS.values(), ids=OF_EQUAL_LAYERS)
+def test_published_models_of_equal_layers_have_their_published_number_too(
+    config: dict[str, Any], parameters: int
+) -> None:
+    """Counted of few layers, which takes a fraction of the time."""
+    entry = "n_layer" if "n_layer" in config else "num_hidden_layers"
+    two, three = (models.build(ModelConfig.from_dict(config | {entry: layers})).num_parameters for layers in (2, 3))
+    assert two + (config[entry] - 2) * (three - two) == parameters

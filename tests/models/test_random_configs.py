@@ -45,7 +45,7 @@ _READ_AS: dict[str, Callable[[Any], int]] = {
 
 FOUR_EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 
-OF_LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
+OF_LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "mistral4", "youtu")
 
 FOUND: dict[str, dict[str, Any]] = {
     "one of YaRN's two weights": {"model_type": "llama", "rope_scaling": YARN | {"mscale_all_dim": 0.5}},
@@ -128,6 +128,7 @@ FOUND: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "num_key_value_heads": 2,
     },
+    "nanochat's YaRN, whose scale its norms take away": {"model_type": "nanochat", "rope_scaling": YARN},
     "Phi-3's original length": {"model_type": "phi3", "rope_scaling": {"type": "yarn", **LONGROPE}},
 }
 
@@ -143,6 +144,7 @@ def test_what_once_differed_is_equal(name: str) -> None:
     "family",
     [
         "apertus",
+        "codegen",
         "deepseek_v3",
         "ernie4_5",
         "gemma3",
@@ -150,6 +152,7 @@ def test_what_once_differed_is_equal(name: str) -> None:
         "granitemoehybrid",
         "mistral4",
         "nemotron",
+        "phimoe",
         "qwen3_next",
         "seed_oss",
     ],
@@ -165,7 +168,7 @@ def test_key_value_heads_that_are_left_out_are_as_many_as_in_transformers(family
     their_class = CONFIG_MAPPING[space.model_type]
     if "num_key_value_heads" not in their_class().to_dict():
         pytest.skip("it has another name for them, or as many as query heads")
-    heads = {"num_attention_heads": 96, "head_dim": 8, "hidden_size": 96 * 8}
+    heads = {"num_attention_heads": 480, "head_dim": 8, "hidden_size": 480 * 8}
     config = draw(space, random.Random(1)) | heads
     others = "use_bidirectional_attention", "mamba_d_head"  # refused, and not of these sizes
     for name in ("num_key_value_heads", "rope_scaling", "rope_parameters", *others):
@@ -173,7 +176,7 @@ def test_key_value_heads_that_are_left_out_are_as_many_as_in_transformers(family
     theirs = their_class(**config).num_key_value_heads
     if theirs is None:
         pytest.skip("transformers needs them")
-    assert 1 <= theirs <= 96
+    assert 1 <= theirs <= 480
     assert ModelConfig.from_dict(config).num_kv_heads == theirs
 
 

@@ -54,6 +54,9 @@ FOUR_ONLY |= {"trinity-style", "minimax-m2", "glm4.5-style", "ernie4.5-moe"}
 """Models that are split over four devices and, without `ALL_DEGREES`, not over two: another of their family or of their
 blocks is, or two differ from four in nothing, since no key-value head is stored more than once."""
 
+UNSPLIT_YET = {"codestral-mamba-style", "falcon-h1"}
+"""Models that are split with `ALL_DEGREES` alone: another one has their blocks, and is split."""
+
 ALL_DEGREES = "JPAGED_TESTS_ALL_DEGREES"
 """An environment variable; if it is not empty, every model that is split is split over two devices and over four."""
 
@@ -67,7 +70,8 @@ SPARSE |= {"nemotron3-super-style"}
 HYBRID = {"qwen3-next", "qwen3-next-some-layers", "qwen3.5", "qwen3.5-moe"}
 HYBRID |= {"granite4-h-tiny", "granite4-h-micro", "granite4-h-small", "granite4-h-all-options", "bamba"}
 HYBRID |= {"lfm2-1.2b-style", "lfm2-8b-a1b-style"}
-HYBRID |= {"nemotron-h-8b-style", "nemotron3-nano-style", "nemotron3-super-style"}
+HYBRID |= {"nemotron-h-8b-style", "nemotron3-nano-style", "nemotron3-super-style", "falcon-h1"}
+HYBRID |= {"codestral-mamba-style"}
 """Models with recurrent layers. They run with smaller chunks, too, and hit snapshots of states on several devices."""
 
 MOST_BYTES = 8192
@@ -91,9 +95,10 @@ ARGS = EngineArgs(
 
 def degrees(name: str) -> tuple[int, ...]:
     """How many devices the model is split over."""
-    if name in UNSPLIT:
+    all_degrees = bool(os.environ.get(ALL_DEGREES))
+    if name in UNSPLIT or (name in UNSPLIT_YET and not all_degrees):
         return ()
-    return (4,) if name in FOUR_ONLY and not os.environ.get(ALL_DEGREES) else (2, 4)
+    return (4,) if name in FOUR_ONLY and not all_degrees else (2, 4)
 
 
 def prompts() -> list[list[int]]:

@@ -248,6 +248,34 @@ def mamba(chance: random.Random, config: Config) -> None:
         config |= {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "mamba_d_head": "auto"}
 
 
+def _own_size(chance: random.Random, config: Config) -> None:
+    """Falcon-H1's mixers may be of any size."""
+    heads = config["mamba_n_heads"]
+    config["mamba_d_ssm"] = chance.choice((None, 8 * heads, 16 * heads))
+    if config["mamba_d_ssm"] is not None:
+        config["mamba_d_head"] = chance.choice(("auto", config["mamba_d_ssm"] // heads))
+
+
+def _phimoe_rope(chance: random.Random, config: Config) -> None:
+    """LongRoPE with its temperatures, or none. transformers 5 has the short factors for every length."""
+    if chance.random() < 0.5:
+        config["rope_theta"] = chance.choice((10000.0, 100))
+        return
+    factors = [chance.uniform(1.0, 4.0) for _ in range(head_dim_of(config) // 2)]
+    config["rope_scaling"] = {
+        **{"type": "longrope", "original_max_position_embeddings": chance.choice((16, 24))},
+        **{"short_factor": factors, "long_factor": factors, "short_mscale": 1.1, "long_mscale": 1.3},
+    }
+
+
+def _mamba_alone(chance: random.Random, config: Config) -> None:
+    """Sizes of Mamba-2."""
+    heads, size = chance.choice((2, 4, 6)), chance.choice((8, 12, 16))
+    config |= {"num_heads": heads, "head_dim": size, "expand": 2, "hidden_size": heads * size // 2}
+    config |= {"num_hidden_layers": chance.choice((1, 2, 3)), "n_groups": chance.choice((1, 2))}
+    config |= {"state_size": chance.choice((8, 16)), "conv_kernel": chance.choice((2, 3, 4)), "chunk_size": 8}
+
+
 def mamba_layers(chance: random.Random, config: Config) -> None:
     layers = config["num_hidden_layers"]
     if config["model_type"] == "bamba":
@@ -378,6 +406,23 @@ def _local_layers(chance: random.Random, config: Config) -> None:
         [[chance.choice(("global", "local"))], layers - layers // 2],
         [[chance.choice(("global", "local"))], layers // 2],
     ]
+
+
+def _thetas(chance: random.Random, config: Config) -> None:
+    """A theta for each layer of Granite SWA, or none."""
+    if chance.random() < 0.6:
+        config["layer_rope_theta"] = [chance.choice((0, 100, 10000.0)) for _ in range(config["num_hidden_layers"])]
+
+
+def _whole_heads(chance: random.Random, config: Config) -> None:
+    """Helium's heads are of the hidden size together."""
+    config["head_dim"] = head_dim_of(config)
+
+
+def _biases_of_both(chance: random.Random, config: Config) -> None:
+    """InternLM3's biases, which transformers has all or none of, by their own names."""
+    if chance.random() < 0.7:
+        config["bias"] = config["qkv_bias"] = chance.random() < 0.5
 
 
 def names(**renamed: str) -> Callable[[random.Random, Config], None]:
@@ -534,6 +579,22 @@ SPACES: dict[str, Space] = {
         _QWEN | {"attention_bias": FLAG, "attention_out_bias": FLAG, "mlp_bias": FLAG},
         (sizes(dim="always"), rotation()),
     ),
+    "helium": Space(
+        *("HeliumForCausalLM", "helium", _QWEN | {"attention_bias": FLAG, "mlp_bias": FLAG}),
+        (sizes(dim="none"), rotation(), _whole_heads),
+    ),
+    "cwm": Space(
+        *("CwmForCausalLM", "cwm", _QWEN | {"mlp_bias": FLAG, "sliding_window": (..., None, 0, *WINDOW)}),
+        (sizes(dim="always"), rotation(), layer_kinds()),
+    ),
+    "internlm3": Space(
+        *("InternLM3ForCausalLM", "internlm3", _QWEN),
+        (sizes(dim="always"), rotation(), _biases_of_both),
+    ),
+    "iquestcoder": Space(
+        *("IQuestCoderForCausalLM", "iquestcoder", _QWEN | {"attention_bias": FLAG, "mlp_bias": FLAG}),
+        (sizes(dim="always"), rotation()),
+    ),
     "ernie4_5": Space(
         *("Ernie4_5ForCausalLM", "ernie4_5", _QWEN | {"use_bias": FLAG}), (sizes(dim="always"), rotation())
     ),
@@ -615,6 +676,14 @@ SPACES: dict[str, Space] = {
         },
         (sizes(dim="rare"), rotation("default", "longrope", partial=True)),
     ),
+    "olmo": Space(
+        *(
+            "OlmoForCausalLM",
+            "olmo",
+            {"hidden_act": GATES, "attention_bias": FLAG, "pad_token_id": (0,)} | {"clip_qkv": (..., None, 0.5)},
+        ),
+        (sizes(dim="rare"), rotation()),
+    ),
     "olmo2": Space(
         *("Olmo2ForCausalLM", "olmo2", _QWEN | {"attention_bias": FLAG, "pad_token_id": (0,)}),
         (sizes(dim="rare"), rotation()),
@@ -633,6 +702,16 @@ SPACES: dict[str, Space] = {
     ),
     "granite": Space(
         *("GraniteForCausalLM", "granite", _GRANITE | {"mlp_bias": FLAG}), (sizes(dim="rare"), rotation())
+    ),
+    "granite_swa": Space(
+        *("GraniteSWAForCausalLM", "granite_swa", _GRANITE | {"mlp_bias": FLAG, "sliding_window": (..., *WINDOW)}),
+        (sizes(dim="rare"), rotation("default", "linear", "yarn"), layer_kinds(), _thetas),
+    ),
+    "hyperclovax": Space(
+        "HyperCLOVAXForCausalLM",
+        "hyperclovax",
+        _GRANITE | {"mlp_bias": FLAG, "use_post_norm": FLAG, "residual_multiplier": (..., 1, 1.0, 0.3)},
+        (sizes(dim="rare"), rotation()),
     ),
     "granitemoe": Space(
         *("GraniteMoeForCausalLM", "granitemoe", _GRANITE),
@@ -673,6 +752,42 @@ SPACES: dict[str, Space] = {
             "mamba_proj_bias": FLAG,
         },
         (sizes(dim="rare"), mamba, rotation("default", "linear"), mamba_layers),
+    ),
+    "falcon_h1": Space(
+        "FalconH1ForCausalLM",
+        "falcon_h1",
+        {
+            "rms_norm_eps": EPS,
+            "hidden_act": _SILU,
+            "time_step_limit": _STEPS,
+            "attention_bias": FLAG,
+            "mlp_bias": FLAG,
+            "projectors_bias": FLAG,
+            "mamba_conv_bias": FLAG,
+            "mamba_proj_bias": FLAG,
+            "mamba_rms_norm": FLAG,
+            "mamba_norm_before_gate": FLAG,
+            "mlp_multipliers": (..., None, [0.5, 0.8], [1.0, 2.0]),
+            "ssm_multipliers": (..., None, [0.3, 0.25, 0.7, 1.5, 0.5]),
+        }
+        | {
+            f"{name}_multiplier": (..., 0.5, 1.5)
+            for name in ("lm_head", "embedding", "key", "attention_out", "attention_in", "ssm_in", "ssm_out")
+        },
+        (sizes(dim="rare"), mamba, rotation("default", "linear", "yarn"), _own_size),
+    ),
+    "mamba2": Space(
+        "Mamba2ForCausalLM",
+        "mamba2",
+        {
+            "layer_norm_epsilon": EPS,
+            "hidden_act": _SILU,
+            "time_step_limit": _STEPS,
+            "use_bias": FLAG,
+            "use_conv_bias": FLAG,
+            "residual_in_fp32": FLAG,
+        },
+        (_mamba_alone,),
     ),
     "lfm2": Space(
         *("Lfm2ForCausalLM", "lfm2", _LFM2),
@@ -784,6 +899,26 @@ SPACES: dict[str, Space] = {
         },
         (sizes(dim="none"), rotation(partial=True, default_fraction=0.25)),
     ),
+    "phi": Space(
+        "PhiForCausalLM",
+        "phi",
+        {"hidden_act": GATES, "layer_norm_eps": EPS, "qk_layernorm": (..., False)},
+        (sizes(dim="none"), rotation(partial=True, default_fraction=0.5)),
+    ),
+    "phimoe": Space(
+        "PhimoeForCausalLM",
+        "phimoe",
+        _QWEN
+        | {
+            "attention_bias": FLAG,
+            "lm_head_bias": FLAG,
+            "router_jitter_noise": (..., 0.1, 0.3),
+            "sliding_window": (..., None, *WINDOW),
+            "num_local_experts": (..., 2, 5, 8),
+            "num_experts_per_tok": (..., 2),
+        },
+        (sizes(), _phimoe_rope),
+    ),
     "starcoder2": Space(
         "Starcoder2ForCausalLM",
         "starcoder2",
@@ -810,6 +945,10 @@ SPACES: dict[str, Space] = {
         "gpt_neox",
         {"hidden_act": GATES, "layer_norm_eps": EPS, "use_parallel_residual": FLAG, "attention_bias": FLAG},
         (sizes(dim="none", kv=None), _neox_rope),
+    ),
+    "codegen": Space(
+        *("CodeGenForCausalLM", "codegen", {"activation_function": GATES, "layer_norm_epsilon": EPS}),
+        (sizes(dim="none", kv=None), _gptj),
     ),
     "gptj": Space(
         *("GPTJForCausalLM", "gptj", {"activation_function": GATES, "layer_norm_epsilon": EPS}),
@@ -875,6 +1014,17 @@ SPACES: dict[str, Space] = {
         },
         (sizes(dim="none", kv=None), names(**_GPT), _no_inner),
     ),
+    "gpt_bigcode": Space(
+        "GPTBigCodeForCausalLM",
+        "gpt_bigcode",
+        {
+            "activation_function": GATES,
+            "layer_norm_epsilon": EPS,
+            "scale_attn_weights": FLAG,
+            "multi_query": FLAG,
+        },
+        (sizes(dim="none", kv=None), names(**_GPT), _no_inner),
+    ),
     "gpt_neo": Space(
         "GPTNeoForCausalLM",
         "gpt_neo",
@@ -890,6 +1040,23 @@ SPACES: dict[str, Space] = {
         "nemotron",
         {"hidden_act": (..., "relu2", *GATES), "norm_eps": EPS, "attention_bias": FLAG, "mlp_bias": FLAG},
         (sizes(), rotation(partial=True, default_fraction=0.5)),
+    ),
+    "jais2": Space(
+        "Jais2ForCausalLM",
+        "jais2",
+        {"hidden_act": (..., "relu2", *GATES), "layer_norm_eps": EPS, "attention_bias": FLAG, "mlp_bias": FLAG},
+        (sizes(), rotation()),
+    ),
+    "nanochat": Space(
+        "NanoChatForCausalLM",
+        "nanochat",
+        {
+            "hidden_act": (..., "relu2", *GATES),
+            "rms_norm_eps": EPS,
+            "attention_bias": FLAG,
+            "final_logit_softcapping": (..., None, 2.0),
+        },
+        (sizes(), rotation()),
     ),
     "arcee": Space(
         "ArceeForCausalLM",
@@ -930,6 +1097,31 @@ SPACES: dict[str, Space] = {
         *("MixtralForCausalLM", "mixtral", _QWEN | {"sliding_window": (..., None, *WINDOW)}),
         (sizes(), rotation(), experts(total=("num_local_experts",), top=("num_experts_per_tok",))),
     ),
+    "solar_open": Space(
+        *("SolarOpenForCausalLM", "solar_open", _QWEN | {"attention_bias": FLAG}),
+        (
+            *(sizes(dim="always"), rotation(partial=True)),
+            experts(**_SPLIT_EXPERTS, **{n: v for n, v in _SIGMOID.items() if n != "first_k_dense_replace"}),
+            groups,
+        ),
+    ),
+    "exaone_moe": Space(
+        "ExaoneMoeForCausalLM",
+        "exaone_moe",
+        _QWEN | {"sliding_window": (..., *WINDOW)},
+        (
+            *(sizes(), rotation(), layer_kinds(pattern="sliding_window_pattern"), _mlp_kinds),
+            experts(
+                total=("num_experts",),
+                top=("num_experts_per_tok",),
+                size=("moe_intermediate_size",),
+                num_shared_experts=(..., 1, 2),
+                norm_topk_prob=FLAG,
+                routed_scaling_factor=(..., 1.0, 2.5),
+                first_k_dense_replace=(..., 0, 1, 2),
+            ),
+        ),
+    ),
     "qwen2_moe": Space(
         *("Qwen2MoeForCausalLM", "qwen2_moe", _QWEN | _WINDOWS | {"qkv_bias": FLAG}),
         (
@@ -956,6 +1148,13 @@ SPACES: dict[str, Space] = {
         (
             sizes(dim="rare"),
             rotation(),
+            experts(total=("num_experts",), top=("num_experts_per_tok",), norm_topk_prob=FLAG),
+        ),
+    ),
+    "flex_olmo": Space(
+        *("FlexOlmoForCausalLM", "flex_olmo", _QWEN | {"attention_bias": FLAG, "pad_token_id": (0,)}),
+        (
+            *(sizes(dim="rare"), rotation()),
             experts(total=("num_experts",), top=("num_experts_per_tok",), norm_topk_prob=FLAG),
         ),
     ),
@@ -1002,6 +1201,22 @@ SPACES: dict[str, Space] = {
             ),
             groups,
         ),
+    ),
+    "minicpm3": Space(
+        "MiniCPM3ForCausalLM",
+        "minicpm3",
+        _QWEN
+        | {
+            "attention_bias": FLAG,
+            "scale_emb": (..., 12, 1.5),
+            "scale_depth": (..., None, 1.4),
+            "dim_model_base": (..., None, 32),
+        },
+        (latents, rotation("default", "longrope", "linear", columns="qk_rope_head_dim")),
+    ),
+    "youtu": Space(
+        *("YoutuForCausalLM", "youtu", _QWEN | {"attention_bias": FLAG, "rope_interleave": FLAG}),
+        (latents, rotation("default", "yarn", "linear", columns="qk_rope_head_dim")),
     ),
     "glm4_moe_lite": Space(
         *("Glm4MoeLiteForCausalLM", "glm4_moe_lite", _QWEN | {"attention_bias": FLAG, "rope_interleave": FLAG}),

@@ -231,6 +231,9 @@ def plan_memory(compiler: Compiler, limit: int | None, num_blocks: int | None, p
             f"{_gib(state)}. That leaves {max(room, 0)} blocks of {_gib(block)}, so {asked}. Raise "
             f"gpu_memory_utilization, lower max_num_batched_tokens or {fewer}, or use a smaller model."
         )
+    if compiler.setup.model.config.counts_tokens_alone:
+        sequences = config.max_num_seqs + config.num_state_snapshots
+        room = min(room, sequences * cache.sequence_blocks(config.max_model_len) + 1)
     return MemoryPlan(weights, state, programs, block, num_blocks or room)
 
 

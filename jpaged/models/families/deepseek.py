@@ -1,9 +1,10 @@
 """DeepSeek-V2 (Liu et al. 2024, arXiv:2405.04434), V3 and R1 (Liu et al. 2024, arXiv:2412.19437), and what has their
-architecture: Kimi K2, Moonlight, GLM-4.7-Flash, Mistral Small 4.
+architecture: Kimi K2, Moonlight, GLM-4.7-Flash, Mistral Small 4. And, without experts, MiniCPM3 and Youtu-LLM.
 
     attention   latents (`models/latent.py`); YaRN, whose temperature multiplies scores, not the rotation; Mistral's
                 sharpens with the position, too
     MLPs        dense in the first layers, then experts, of which some are shared
+    MiniCPM3    embeddings, residuals and logits are multiplied by numbers of config.json
     routers     V2: softmax, of all experts or of the best groups; V3: sigmoid with a bias, in groups; Mistral: softmax,
                 in groups
 
@@ -19,9 +20,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jpaged.api.errors import CheckpointError, shown
-from jpaged.models.blocks import Decoder, DecoderConfig, SequentialBlock
+from jpaged.models.blocks import Decoder, DecoderConfig, Scales, SequentialBlock
 from jpaged.models.collectives import Collectives
-from jpaged.models.config_reader import ConfigReader
+from jpaged.models.config_reader import ConfigReader, divide_into_heads
 from jpaged.models.experts import Routing, SparseConfig, feed_forward, sigmoid_routing
 from jpaged.models.family import OTHER_PARTS, TEXT_PART_NAMES
 from jpaged.models.latent import LatentAttention, LatentConfig
@@ -31,7 +32,6 @@ from jpaged.models.norms import RMSNorm
 from jpaged.models.rope import parse_rope, yarn_temperature
 from jpaged.models.temperature import Temperature
 
-_MLP_KINDS = ("dense", "sparse")
 _ROPE_OF_MISTRAL4: dict[str, Any] = {
     "type": "yarn",
     "rope_theta": 10000.0,
@@ -44,11 +44,18 @@ _ROPE_OF_MISTRAL4: dict[str, Any] = {
 """RoPE's parameters where the config.json of a Mistral 4 has none."""
 
 
+_UNSCALED = Scales()
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeepseekConfig(DecoderConfig, SparseConfig, LatentConfig):
-    """joined_experts: checkpoints have one tensor for gate and up of all experts of a layer, and one for down."""
+    """joined_experts: checkpoints have one tensor for gate and up of all experts of a layer, and one for down.
+    residual_scale: of what layers add to the stream. scales: of embeddings and logits.
+    """
 
     joined_experts: bool = False
+    residual_scale: float = 1.0
+    scales: Scales = _UNSCALED
 
 
 @dataclass(frozen=True)
@@ -85,9 +92,16 @@ class DeepseekFamily:
             attention = LatentAttention(config, dtype, rngs)
             mlp = feed_forward(config, layer, dtype, rngs, collectives)
             tempered = config.temperature is not None
-            return SequentialBlock(attention, mlp, attention_norm=norm(), mlp_norm=norm(), tempered=tempered)
+            return SequentialBlock(
+                attention,
+                mlp,
+                attention_norm=norm(),
+                mlp_norm=norm(),
+                tempered=tempered,
+                residual_scale=config.residual_scale,
+            )
 
-        return Decoder(config, block, norm, dtype, rngs, collectives)
+        return Decoder(config, block, norm, dtype, rngs, collectives, scales=config.scales)
 
     def tensors(self, config: DeepseekConfig) -> Iterator[Piece | TiedTensor]:
         hidden = config.hidden_size
@@ -187,14 +201,10 @@ def _read_glm4_moe_lite(read: ConfigReader) -> DeepseekConfig:
     usual: dict[str, Any] = {"qk_nope_head_dim": 192, "v_head_dim": 256, "routed_scaling_factor": 1.8}
     usual |= {"rms_norm_eps": 1e-5, "q_lora_rank": 768}
     read = read.with_defaults(**usual)
-    kinds = read.config.get("mlp_layer_types") or ["dense", *("sparse",) * (num_layers - 1)]
-    if not isinstance(kinds, list | tuple) or len(kinds) != num_layers or any(k not in _MLP_KINDS for k in kinds):
-        raise CheckpointError(
-            f"config.json: mlp_layer_types must list dense or sparse for {num_layers} layers, got {shown(kinds)}."
-        )
+    dense_layers = read.dense_layers(num_layers) or (True, *(False,) * (num_layers - 1))
     routing = sigmoid_routing(read, per_token=4, renormalized=True)
     found = _config(read, routing, num_experts=64, num_shared=1, expert_size=1536, dense=0, default_length=202752)
-    return replace(found, dense_layers=tuple(kind == "dense" for kind in kinds))
+    return replace(found, dense_layers=dense_layers)
 
 
 def _read_mistral4(read: ConfigReader) -> DeepseekConfig:
@@ -222,6 +232,38 @@ def _read_mistral4(read: ConfigReader) -> DeepseekConfig:
     return replace(found, temperature=temperature, joined_experts=True)
 
 
+def _read_youtu(read: ConfigReader) -> DeepseekConfig:
+    """Tencent 2025, arXiv:2512.24618."""
+    return _without_experts(read.with_defaults(tie_word_embeddings=True), default_length=131072)
+
+
+def _read_minicpm3(read: ConfigReader) -> DeepseekConfig:
+    """OpenBMB 2024."""
+    read.refuse(("mlp_bias", False))
+    usual: dict[str, Any] = {"kv_lora_rank": 256, "q_lora_rank": 768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32}
+    usual |= {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "rope_interleave": False}
+    read = read.with_defaults(**usual)
+    hidden, layers = read.integer("hidden_size"), read.integer("num_hidden_layers")
+    values = read.integer("v_head_dim", divide_into_heads(hidden, read.integer("num_attention_heads")))
+    found = _without_experts(read.with_entries(v_head_dim=values), default_length=32768)
+    depth, base = read.optional_number("scale_depth", 1.4), read.optional_number("dim_model_base", 256)
+    return replace(
+        found,
+        residual_scale=1.0 if depth is None else depth * layers**-0.5,
+        scales=Scales(embedding=read.number("scale_emb", 12.0), logits=1.0 if base is None else base / hidden),
+    )
+
+
+def _without_experts(read: ConfigReader, default_length: int) -> DeepseekConfig:
+    """With MLPs in all layers."""
+    return DeepseekConfig(
+        **_fields(read, default_length),
+        routing=Routing(per_token=1),
+        expert_size=0,
+        dense_layers=(True,) * read.integer("num_hidden_layers"),
+    )
+
+
 def _config(
     read: ConfigReader,
     routing: Routing,
@@ -234,44 +276,50 @@ def _config(
 ) -> DeepseekConfig:
     """What both spell alike; the numbers are those of transformers where config.json has none."""
     read.refuse(("moe_layer_freq", 1))
-    num_layers = read.integer("num_hidden_layers")
     read = read.with_other_names(num_experts="num_local_experts")  # V3's other name, as "num_experts" is V2's
     num_experts = read.integer("n_routed_experts", read.integer("num_experts", num_experts))
     routing.check(num_experts)
+    expert_size = read.integer("moe_intermediate_size", expert_size)
+    first_sparse = read.number("first_k_dense_replace", dense)
+    return DeepseekConfig(
+        **_fields(read, default_length),
+        num_experts=num_experts,
+        routing=routing,
+        expert_size=expert_size,
+        shared_size=expert_size * read.integer("n_shared_experts", num_shared),
+        dense_layers=tuple(layer < first_sparse for layer in range(read.integer("num_hidden_layers"))),
+    )
+
+
+def _fields(read: ConfigReader, default_length: int) -> dict[str, Any]:
+    """What has nothing to do with experts."""
+    num_layers = read.integer("num_hidden_layers")
     rank, plain_dim = read.integer("kv_lora_rank", 512), read.integer("qk_nope_head_dim", 128)
     rotated_dim = read.integer("qk_rope_head_dim", 64)
     length = read.integer("max_position_embeddings", default_length)
     options: dict[str, Any] = {"interleaved": read.flag("rope_interleave", True), "max_model_len": read.max_model_len}
     rope, length = parse_rope(read.config, rotated_dim, length, **options)
-    expert_size = read.integer("moe_intermediate_size", expert_size)
-    first_sparse = read.number("first_k_dense_replace", dense)
-    return DeepseekConfig(
-        **read.common(),
-        hidden_size=read.integer("hidden_size"),
-        num_layers=num_layers,
-        num_heads=read.integer("num_attention_heads"),
-        num_kv_heads=1,
-        head_dim=rank + rotated_dim,
-        value_dim=rank,
-        query_rank=read.optional_positive("q_lora_rank", 1536),
-        plain_dim=plain_dim,
-        rotated_dim=rotated_dim,
-        head_values=read.integer("v_head_dim", 128),
-        scale=(plain_dim + rotated_dim) ** -0.5 * yarn_temperature(read.config) ** 2,
-        latent_bias=read.flag("attention_bias", False),
-        intermediate_size=read.integer("intermediate_size"),
-        max_position_embeddings=length,
-        tie_word_embeddings=read.flag("tie_word_embeddings", False),
-        norm_eps=read.number("rms_norm_eps", 1e-6),
-        activation=read.activation("hidden_act", "silu"),
-        ropes=(rope,),
-        layer_ropes=(0,) * num_layers,
-        num_experts=num_experts,
-        routing=routing,
-        expert_size=expert_size,
-        shared_size=expert_size * read.integer("n_shared_experts", num_shared),
-        dense_layers=tuple(layer < first_sparse for layer in range(num_layers)),
-    )
+    return read.common() | {
+        "hidden_size": read.integer("hidden_size"),
+        "num_layers": num_layers,
+        "num_heads": read.integer("num_attention_heads"),
+        "num_kv_heads": 1,
+        "head_dim": rank + rotated_dim,
+        "value_dim": rank,
+        "query_rank": read.optional_positive("q_lora_rank", 1536),
+        "plain_dim": plain_dim,
+        "rotated_dim": rotated_dim,
+        "head_values": read.integer("v_head_dim", 128),
+        "scale": (plain_dim + rotated_dim) ** -0.5 * yarn_temperature(read.config) ** 2,
+        "latent_bias": read.flag("attention_bias", False),
+        "intermediate_size": read.integer("intermediate_size"),
+        "max_position_embeddings": length,
+        "tie_word_embeddings": read.flag("tie_word_embeddings", False),
+        "norm_eps": read.number("rms_norm_eps", 1e-6),
+        "activation": read.activation("hidden_act", "silu"),
+        "ropes": (rope,),
+        "layer_ropes": (0,) * num_layers,
+    }
 
 
 DEEPSEEK_V2 = DeepseekFamily("deepseek_v2", _read_v2, "DeepseekV2ForCausalLM")
@@ -279,4 +327,6 @@ DEEPSEEK_V3 = DeepseekFamily(
     "deepseek_v3", _read_v3, "DeepseekV3ForCausalLM", other_types=("kimi_k25", "kimi_vl"), parts=("kimi_k2",)
 )
 GLM4_MOE_LITE = DeepseekFamily("glm4_moe_lite", _read_glm4_moe_lite, "Glm4MoeLiteForCausalLM")
+MINICPM3 = DeepseekFamily("minicpm3", _read_minicpm3, "MiniCPM3ForCausalLM")
+YOUTU = DeepseekFamily("youtu", _read_youtu, "YoutuForCausalLM")
 MISTRAL4 = DeepseekFamily("mistral4", _read_mistral4, "Mistral4ForCausalLM")

@@ -1,7 +1,8 @@
-"""GPT-2 (Radford et al. 2019) and GPT-Neo (Black et al. 2021).
+"""GPT-2 (Radford et al. 2019), GPT-Neo (Black et al. 2021) and GPTBigCode (Li et al. 2023, arXiv:2305.06161).
 
 GPT-2       checkpoints keep kernels as [inputs, outputs], and q, k, v in one
 GPT-Neo     scores are not scaled; windows in every second layer; q, k, v have no biases
+GPTBigCode  one key-value head, or as many as query heads; checkpoints keep q, k, v in one
 """
 
 from collections.abc import Iterator
@@ -88,35 +89,8 @@ class GPT2Family:
     derived_tensors = r"\.attn\.(masked_)?bias$"
 
     def read_config(self, read: ConfigReader) -> GPT2Config:
-        read = read.with_other_names(
-            n_embd="hidden_size",
-            n_head="num_attention_heads",
-            n_layer="num_hidden_layers",
-            n_positions="max_position_embeddings",
-        )
-        hidden_size = read.integer("n_embd", 768)
-        num_heads = read.integer("n_head", 12)
-        num_layers = read.integer("n_layer", 12)
-        head_dim = divide_into_heads(hidden_size, num_heads)
-        length = read.integer("n_positions", 1024)
-        if read.flag("add_cross_attention", False):
-            raise UnsupportedModelError("config.json: add_cross_attention=true is not supported.")
-        scale = head_dim**-0.5 if read.flag("scale_attn_weights", True) else 1.0
         by_layer = read.flag("scale_attn_by_inverse_layer_idx", False)
-        return GPT2Config(
-            **read.common(),
-            hidden_size=hidden_size,
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=num_heads,
-            head_dim=head_dim,
-            intermediate_size=read.integer("n_inner", 4 * hidden_size),
-            max_position_embeddings=length,
-            tie_word_embeddings=read.flag("tie_word_embeddings", True),
-            norm_eps=read.number("layer_norm_epsilon", 1e-5),
-            activation=read.activation("activation_function", "gelu_new"),
-            attention_scales=tuple(scale / (i + 1) if by_layer else scale for i in range(num_layers)),
-        )
+        return _read_gpt2(read, "gelu_new", scaled_by_layer=by_layer)
 
     def module(self, config: GPT2Config, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> GPT2LMHeadModel:
         return GPT2LMHeadModel(config, dtype, rngs, collectives)
@@ -146,6 +120,37 @@ class GPT2Family:
             yield TiedTensor("lm_head.weight", "transformer.wte.weight")
         else:
             yield pieces.as_is("lm_head.weight", "lm_head", config.vocab_size, hidden)
+
+
+class GPTBigCodeFamily:
+    """StarCoder and SantaCoder."""
+
+    model_type = "gpt_bigcode"
+    base_prefix = "transformer."
+    derived_tensors = r"\.attn\.(masked_)?bias$"
+
+    def read_config(self, read: ConfigReader) -> GPT2Config:
+        return _read_gpt2(read, "gelu_pytorch_tanh", num_kv_heads=1 if read.flag("multi_query", True) else None)
+
+    def module(self, config: GPT2Config, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> GPT2LMHeadModel:
+        return GPT2LMHeadModel(config, dtype, rngs, collectives)
+
+    def tensors(self, config: GPT2Config) -> Iterator[Piece | TiedTensor]:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        qkv = pieces.joined_qkv if config.num_kv_heads == config.kv_head_copies else pieces.grouped_qkv
+        yield pieces.as_is("transformer.wte.weight", "embedding", config.vocab_size, hidden)
+        yield pieces.as_is("transformer.wpe.weight", "positions", config.max_position_embeddings, hidden)
+        for i in range(config.num_layers):
+            theirs, ours = f"transformer.h.{i}", f"layers.{i}"
+            attention, mlp = f"{ours}.attention", f"{ours}.mlp"
+            yield from pieces.layer_norm(f"{theirs}.ln_1", f"{ours}.attention_norm", hidden)
+            yield from qkv(f"{theirs}.attn.c_attn", attention, config, bias=True)
+            yield from pieces.output_projection(f"{theirs}.attn.c_proj", attention, config, bias=True)
+            yield from pieces.layer_norm(f"{theirs}.ln_2", f"{ours}.mlp_norm", hidden)
+            yield from pieces.linear(f"{theirs}.mlp.c_fc", f"{mlp}.up", hidden, inner, bias=True)
+            yield from pieces.linear(f"{theirs}.mlp.c_proj", f"{mlp}.down", inner, hidden, bias=True)
+        yield from pieces.layer_norm("transformer.ln_f", "norm", hidden)
+        yield pieces.head("lm_head.weight", "transformer.wte.weight", config)
 
 
 class GPTNeoFamily:
@@ -194,6 +199,41 @@ class GPTNeoFamily:
             yield from pieces.linear(f"{theirs}.mlp.c_proj", f"{mlp}.down", inner, hidden, bias=True)
         yield from pieces.layer_norm("transformer.ln_f", "norm", hidden)
         yield pieces.head("lm_head.weight", "transformer.wte.weight", config)
+
+
+def _read_gpt2(
+    read: ConfigReader, activation: str, *, num_kv_heads: int | None = None, scaled_by_layer: bool = False
+) -> GPT2Config:
+    """What GPT-2 and GPTBigCode spell alike.
+
+    activation: where config.json has none. num_kv_heads: as many as query heads if None.
+    scaled_by_layer: scores are divided by the number of their layer, from 1 on.
+    """
+    read = read.with_other_names(
+        n_embd="hidden_size",
+        n_head="num_attention_heads",
+        n_layer="num_hidden_layers",
+        n_positions="max_position_embeddings",
+    )
+    hidden_size, num_heads = read.integer("n_embd", 768), read.integer("n_head", 12)
+    num_layers, head_dim = read.integer("n_layer", 12), divide_into_heads(hidden_size, num_heads)
+    if read.flag("add_cross_attention", False):
+        raise UnsupportedModelError("config.json: add_cross_attention=true is not supported.")
+    scale = head_dim**-0.5 if read.flag("scale_attn_weights", True) else 1.0
+    return GPT2Config(
+        **read.common(),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads or num_heads,
+        head_dim=head_dim,
+        intermediate_size=read.integer("n_inner", 4 * hidden_size),
+        max_position_embeddings=read.integer("n_positions", 1024),
+        tie_word_embeddings=read.flag("tie_word_embeddings", True),
+        norm_eps=read.number("layer_norm_epsilon", 1e-5),
+        activation=read.activation("activation_function", activation),
+        attention_scales=tuple(scale / (i + 1) if scaled_by_layer else scale for i in range(num_layers)),
+    )
 
 
 def _local_layers(read: ConfigReader, num_layers: int) -> tuple[bool, ...]:

@@ -1,6 +1,9 @@
-"""Granite 3 and 4 (IBM): Llama's layers with multipliers of embeddings, scores, residuals and logits.
+"""Granite 3 and 4 (IBM), and HyperCLOVA X (NAVER): Llama's layers with multipliers of embeddings, scores, residuals and
+logits.
 
     GraniteForCausalLM            an MLP in each layer
+    GraniteSWAForCausalLM         likewise; windows in three layers of four, a RoPE or none for each layer, sinks
+    HyperCLOVAXForCausalLM        likewise; norms of what attention and MLP give
     GraniteMoeForCausalLM         experts in each layer, chosen by a softmax over the best logits
     GraniteMoeSharedForCausalLM   and a shared expert, or none
     GraniteMoeHybridForCausalLM   Granite 4: an MLP, or experts and a shared one; Mamba-2 layers or none; RoPE or none
@@ -8,14 +11,15 @@
 Checkpoints have one tensor for all experts of a layer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import nnx
 
+from jpaged.api.errors import CheckpointError, shown
 from jpaged.models.blocks import Decoder, DecoderConfig, Scales, SequentialBlock, decoder_fields
 from jpaged.models.collectives import Collectives
 from jpaged.models.config_reader import ConfigReader
@@ -34,6 +38,7 @@ class GraniteConfig(DecoderConfig, SparseConfig):
     """attention_scale: multiplies the product of query and key. residual_scale: what layers add to the stream.
     scales: of embeddings and logits.
     attention_bias, mlp_bias: which products have biases. mamba: what Mamba-2 layers are like.
+    sinks: as of `Attention`. norms_after: what attention and MLP give is normed, too.
     """
 
     attention_scale: float
@@ -42,6 +47,8 @@ class GraniteConfig(DecoderConfig, SparseConfig):
     attention_bias: bool
     mlp_bias: bool
     mamba: MambaOptions
+    sinks: bool = False
+    norms_after: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,13 +56,16 @@ class GraniteFamily:
     """One of the architectures. kind: what follows attention, see above."""
 
     model_type: str
-    kind: Literal["dense", "experts", "shared", "hybrid"]
+    kind: Literal["dense", "windows", "hyperclovax", "experts", "shared", "hybrid"]
 
     base_prefix = "model."
     derived_tensors = r"rotary_emb\.inv_freq$"
 
     def read_config(self, read: ConfigReader) -> GraniteConfig:
-        num_experts = 0 if self.kind == "dense" else _num_experts(read)
+        num_experts = 0 if self._is_dense else _num_experts(read)
+        if self.kind == "windows":
+            usual = {"num_key_value_heads": 4, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5}
+            read = read.with_defaults(tie_word_embeddings=True, **usual)
         shared_size = 0
         if self.kind == "hybrid":
             shared_size = read.integer("shared_intermediate_size", 1024)
@@ -69,7 +79,16 @@ class GraniteFamily:
         mamba = PLAIN_MAMBA
         if self.kind == "hybrid":
             fields["layer_states"], mamba = read_mamba_layers(read, fields["num_layers"])
-        logits_scaling = read.optional_number("logits_scaling")
+        if self.kind == "windows":
+            fields |= _windows_and_ropes(read, fields["num_layers"])
+        logits_scaling, attention_scale = read.optional_number("logits_scaling") or 1.0, 1.0
+        norms_after = False
+        if self.kind == "hyperclovax":
+            norms_after, attention_scale = read.flag("use_post_norm", True), fields["head_dim"] ** -0.5
+            if norms_after:
+                read.refuse(("residual_multiplier", 1.0))
+            if read.config.get("attention_multiplier") is None:
+                read = read.with_entries(attention_multiplier=attention_scale)
         routing = Routing(per_token=read.integer("num_experts_per_tok", 2) if num_experts else 1)
         if num_experts:
             routing.check(num_experts)
@@ -80,16 +99,22 @@ class GraniteFamily:
             expert_size=fields["intermediate_size"] if num_experts else 0,
             shared_size=shared_size if num_experts else 0,
             dense_layers=(not num_experts,) * fields["num_layers"],
-            attention_scale=read.number("attention_multiplier", 1.0),
+            attention_scale=read.number("attention_multiplier", attention_scale),
             residual_scale=read.number("residual_multiplier", 1.0),
             scales=Scales(
                 embedding=read.number("embedding_multiplier", 1.0),
-                logits=1.0 if logits_scaling is None else 1 / logits_scaling,
+                logits=logits_scaling if self.kind == "hyperclovax" else 1 / logits_scaling,
             ),
             attention_bias=read.flag("attention_bias", False),
-            mlp_bias=self.kind == "dense" and read.flag("mlp_bias", False),
+            mlp_bias=self._is_dense and read.flag("mlp_bias", False),
             mamba=mamba,
+            sinks=self.kind == "windows",
+            norms_after=norms_after,
         )
+
+    @property
+    def _is_dense(self) -> bool:
+        return self.kind in ("dense", "windows", "hyperclovax")
 
     def module(self, config: GraniteConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> Decoder:
         norm = partial(RMSNorm, config.hidden_size, config.norm_eps, dtype, rngs)
@@ -104,8 +129,9 @@ class GraniteFamily:
             if isinstance(state, MambaState):
                 hidden, layers, eps = config.hidden_size, config.num_layers, config.norm_eps
                 return Mamba2(state, hidden, layers, eps, dtype, rngs, collectives, config.mamba)
-            bias = config.attention_bias
-            return Attention(config, layer, dtype, rngs, scale=config.attention_scale, qkv_bias=bias, output_bias=bias)
+            bias, scale = config.attention_bias, config.attention_scale
+            options: dict[str, Any] = {"qkv_bias": bias, "output_bias": bias, "sinks": config.sinks}
+            return Attention(config, layer, dtype, rngs, scale=scale, **options)
 
         def block(layer: int) -> SequentialBlock:
             return SequentialBlock(
@@ -113,6 +139,8 @@ class GraniteFamily:
                 mlp(),
                 attention_norm=norm(),
                 mlp_norm=norm(),
+                after_attention=norm() if config.norms_after else None,
+                after_mlp=norm() if config.norms_after else None,
                 rope=None if config.layer_states[layer] else config.layer_ropes[layer],
                 residual_scale=config.residual_scale,
             )
@@ -132,6 +160,11 @@ class GraniteFamily:
             else:
                 yield from pieces.separate_qkv(f"{theirs}.self_attn", attention, config, bias=bias)
                 yield from pieces.output_projection(f"{theirs}.self_attn.o_proj", attention, config, bias=bias)
+            if config.sinks:
+                yield pieces.as_is(f"{theirs}.self_attn.sinks", f"{attention}.sinks", config.num_heads)
+            if config.norms_after:
+                yield pieces.norm(f"{theirs}.post_norm1", f"{ours}.after_attention", hidden)
+                yield pieces.norm(f"{theirs}.post_norm2", f"{ours}.after_mlp", hidden)
             yield pieces.norm(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm", hidden)
             yield from self._mlp(theirs, f"{ours}.mlp", config)
         yield pieces.norm("model.norm", "norm", hidden)
@@ -139,7 +172,7 @@ class GraniteFamily:
 
     def _mlp(self, theirs: str, ours: str, config: GraniteConfig) -> Iterator[Piece]:
         hidden, inner = config.hidden_size, config.intermediate_size
-        if self.kind == "dense":
+        if self._is_dense:
             yield from pieces.gate_and_up(f"{theirs}.mlp", ours, config, bias=config.mlp_bias)
             yield from pieces.linear(f"{theirs}.mlp.down_proj", f"{ours}.down", inner, hidden, bias=config.mlp_bias)
         elif not config.num_experts:
@@ -167,7 +200,33 @@ def _num_experts(read: ConfigReader) -> int:
     return 0 if read.config.get("num_local_experts") == 0 else read.integer("num_local_experts", 8)
 
 
+def _windows_and_ropes(read: ConfigReader, num_layers: int) -> dict[str, Any]:
+    """Windows in three layers of four, or as config.json says, and a theta for each layer, of which 0 means no RoPE."""
+    default = tuple("sliding_attention" if i % 4 else "full_attention" for i in range(num_layers))
+    window = read.optional_positive("sliding_window", 128)
+    kinds = read.layer_kinds(num_layers) or default
+    found: dict[str, Any] = {"layer_windows": tuple(window if one == "sliding_attention" else None for one in kinds)}
+    thetas = read.config.get("layer_rope_theta")
+    if thetas is None:
+        return found
+    if not isinstance(thetas, list | tuple) or len(thetas) != num_layers:
+        raise CheckpointError(f"config.json: layer_rope_theta must list {num_layers} numbers, got {shown(thetas)}.")
+    thetas = [read.with_entries(layer_rope_theta=theta).number("layer_rope_theta", 0.0) for theta in thetas]
+    given = read.config.get("rope_scaling") or read.config.get("rope_parameters")
+    parameters = given if isinstance(given, Mapping) else {}
+    different = sorted({theta for theta in thetas if theta})
+    return found | {
+        "ropes": tuple(
+            decoder_fields(read.with_entries(rope_scaling={**parameters, "rope_theta": theta}))["ropes"][0]
+            for theta in different
+        ),
+        "layer_ropes": tuple(different.index(theta) if theta else None for theta in thetas),
+    }
+
+
 GRANITE = GraniteFamily("granite", "dense")
+GRANITE_SWA = GraniteFamily("granite_swa", "windows")
+HYPERCLOVAX = GraniteFamily("hyperclovax", "hyperclovax")
 GRANITE_MOE = GraniteFamily("granitemoe", "experts")
 GRANITE_MOE_SHARED = GraniteFamily("granitemoeshared", "shared")
 GRANITE_HYBRID = GraniteFamily("granitemoehybrid", "hybrid")

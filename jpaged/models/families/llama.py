@@ -1,5 +1,5 @@
 """The Llama family: Llama 2 and 3, Mistral, Ministral and Ministral 3, Qwen2, Qwen2.5 and Qwen3, Seed-OSS, ERNIE 4.5
-without experts.
+without experts, Helium, CWM, InternLM3 and IQuest-Coder.
 
 They differ in what `LlamaConfig` says (biases, windows, RoPE, norms of queries and keys), not in structure.
 """
@@ -35,6 +35,16 @@ _ROPE_OF_MINISTRAL3 = {
     "llama_4_scaling_beta": 0.1,
 }
 """RoPE's parameters where the config.json of a Ministral 3 has none."""
+
+_ROPE_OF_CWM = {
+    "rope_type": "llama3",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""Likewise of a CWM."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,6 +312,43 @@ def _read_ernie(read: ConfigReader) -> LlamaConfig:
     return LlamaConfig(**fields, qkv_bias=bias, output_bias=bias, mlp_bias=bias)
 
 
+def _read_helium(read: ConfigReader) -> LlamaConfig:
+    """Kyutai 2025: neighbouring columns are rotated together."""
+    sizes: dict[str, Any] = {"default_length": 4096, "default_head_dim": 128, "default_eps": 1e-8}
+    fields = _fields(read.with_defaults(num_key_value_heads=20), **sizes, interleaved=True, theta=100000.0)
+    bias, mlp_bias = read.flag("attention_bias", False), read.flag("mlp_bias", False)
+    return LlamaConfig(**fields, qkv_bias=bias, mlp_bias=mlp_bias)
+
+
+def _read_cwm(read: ConfigReader) -> LlamaConfig:
+    """Meta's Code World Model (FAIR CodeGen team 2025, arXiv:2510.02387)."""
+    read = read.with_defaults(num_key_value_heads=8)
+    if not (read.config.get("rope_parameters") or read.config.get("rope_scaling")):
+        read = read.with_entries(rope_scaling=_ROPE_OF_CWM)
+    sizes: dict[str, Any] = {"default_length": 131072, "default_head_dim": 128, "default_eps": 1e-5}
+    fields = _fields(read, **sizes, theta=1e6)
+    num_layers, window = fields["num_layers"], read.config.get("sliding_window", 8192)
+    default = tuple("sliding_attention" if i % 4 else "full_attention" for i in range(num_layers))
+    window = read.integer("sliding_window", 8192) if window else None  # 0 is none, too
+    windows = _windows(window, read.layer_kinds(num_layers) or default)
+    return LlamaConfig(**fields, mlp_bias=read.flag("mlp_bias", False), layer_windows=windows)
+
+
+def _read_internlm3(read: ConfigReader) -> LlamaConfig:
+    """Shanghai AI Laboratory 2025: Llama, with names of its own for biases."""
+    read = read.with_other_names(qkv_bias="attention_bias", bias="mlp_bias")
+    sizes: dict[str, Any] = {"default_length": 32768, "default_head_dim": 128, "default_eps": 1e-5}
+    fields, bias = _fields(read.with_defaults(num_key_value_heads=2), **sizes), read.flag("bias", False)
+    return LlamaConfig(**fields, qkv_bias=read.flag("qkv_bias", False), output_bias=bias, mlp_bias=bias)
+
+
+def _read_iquest_coder(read: ConfigReader) -> LlamaConfig:
+    """IQuest Research 2026: Llama."""
+    read.refuse(("clip_qkv", None), ("use_sliding_window", False))
+    usual = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "head_dim": 128, "rms_norm_eps": 1e-5}
+    return _read_llama(read.with_defaults(**usual))
+
+
 def _qwen_windows(read: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
     window = read.optional_positive("sliding_window", 4096) if read.flag("use_sliding_window", False) else None
     kinds = read.layer_kinds(num_layers)
@@ -336,4 +383,8 @@ QWEN3 = QwenFamily(
     usual=(("rope_theta", 500000.0), ("max_position_embeddings", 128000)),
 )
 SEED_OSS = LlamaFamily("seed_oss", _read_seed_oss)
+HELIUM = LlamaFamily("helium", _read_helium)
+CWM = LlamaFamily("cwm", _read_cwm)
+INTERNLM3 = LlamaFamily("internlm3", _read_internlm3)
+IQUEST_CODER = LlamaFamily("iquestcoder", _read_iquest_coder)
 ERNIE45 = LlamaFamily("ernie4_5", _read_ernie)

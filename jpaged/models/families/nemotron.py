@@ -1,7 +1,8 @@
 """Families of Llama's layers whose MLPs square a ReLU and have no gate: Nemotron-4 and Minitron (Parmar et al. 2024,
-arXiv:2402.16819; Muralidharan et al. 2024, arXiv:2407.14679), and Arcee's AFM.
+arXiv:2402.16819; Muralidharan et al. 2024, arXiv:2407.14679), Jais 2 (Inception 2025), and Arcee's AFM.
 
     Nemotron    layer norms times 1 + w; RoPE on a part of each head
+    Jais 2      layer norms; biases
     AFM         RMS norms
 """
 
@@ -19,30 +20,34 @@ from jpaged.models.config_reader import ConfigReader
 from jpaged.models.layers import MLP, Attention
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
-from jpaged.models.norms import OnePlusLayerNorm, RMSNorm
+from jpaged.models.norms import LayerNorm, OnePlusLayerNorm, RMSNorm
+
+_NORMS: dict[str, type[LayerNorm | RMSNorm]] = {"layer, 1 + w": OnePlusLayerNorm, "layer": LayerNorm, "rms": RMSNorm}
 
 
 @dataclass(frozen=True, kw_only=True)
 class NemotronConfig(DecoderConfig):
     """attention_bias, mlp_bias: the products of attention, or of the MLPs, have biases.
-    layer_norms: norms are layer norms times 1 + w, with biases; else RMS norms.
+    norm: a key of `_NORMS`.
     """
 
     attention_bias: bool
     mlp_bias: bool
-    layer_norms: bool
+    norm: str
 
 
 @dataclass(frozen=True)
 class NemotronFamily:
-    """One of the architectures. layer_norms: as of `NemotronConfig`. eps: the entry that has the norms' epsilon.
+    """One of the architectures. norm: as of `NemotronConfig`. eps: the entry that has the norms' epsilon.
     rotated_fraction: of a head, where config.json does not say; None if heads are rotated whole.
+    biases: products have them where config.json does not say.
     """
 
     model_type: str
-    layer_norms: bool
+    norm: str
     eps: str
-    rotated_fraction: float | None
+    rotated_fraction: float | None = None
+    biases: bool = False
 
     base_prefix = "model."
     derived_tensors = r"rotary_emb\.inv_freq$"
@@ -54,14 +59,13 @@ class NemotronFamily:
         fields: dict[str, Any] = decoder_fields(known, default_length=4096, eps=self.eps, default_eps=1e-5, rope=rope)
         return NemotronConfig(
             **fields | ({"activation": "relu2"} if is_squared else {}),
-            attention_bias=read.flag("attention_bias", False),
-            mlp_bias=read.flag("mlp_bias", False),
-            layer_norms=self.layer_norms,
+            attention_bias=read.flag("attention_bias", self.biases),
+            mlp_bias=read.flag("mlp_bias", self.biases),
+            norm=self.norm,
         )
 
     def module(self, config: NemotronConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> Decoder:
-        kind: type[OnePlusLayerNorm | RMSNorm] = OnePlusLayerNorm if config.layer_norms else RMSNorm
-        norm = partial(kind, config.hidden_size, config.norm_eps, dtype, rngs)
+        norm = partial(_NORMS[config.norm], config.hidden_size, config.norm_eps, dtype, rngs)
         bias = config.attention_bias
 
         def block(layer: int) -> SequentialBlock:
@@ -88,11 +92,12 @@ class NemotronFamily:
 
 
 def _norm(theirs: str, ours: str, config: NemotronConfig) -> Iterator[Piece]:
-    if config.layer_norms:
-        yield from pieces.layer_norm(theirs, ours, config.hidden_size)
-    else:
+    if config.norm == "rms":
         yield pieces.norm(theirs, ours, config.hidden_size)
+    else:
+        yield from pieces.layer_norm(theirs, ours, config.hidden_size)
 
 
-NEMOTRON = NemotronFamily("nemotron", layer_norms=True, eps="norm_eps", rotated_fraction=0.5)
-ARCEE = NemotronFamily("arcee", layer_norms=False, eps="rms_norm_eps", rotated_fraction=None)
+NEMOTRON = NemotronFamily("nemotron", norm="layer, 1 + w", eps="norm_eps", rotated_fraction=0.5)
+JAIS2 = NemotronFamily("jais2", norm="layer", eps="layer_norm_eps", biases=True)
+ARCEE = NemotronFamily("arcee", norm="rms", eps="rms_norm_eps")

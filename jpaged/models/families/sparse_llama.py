@@ -1,4 +1,5 @@
-"""The Llama family with experts: Mixtral, Qwen2-MoE, Qwen3-MoE, dots.llm1, GLM-4.5, OLMoE and MiniMax-M2.
+"""The Llama family with experts: Mixtral, Qwen2-MoE, Qwen3-MoE, dots.llm1, GLM-4.5, Solar Open, K-EXAONE, OLMoE,
+FlexOlmo and MiniMax-M2.
 
 They differ in what `SparseLlamaConfig` says (routers, shared experts, dense layers, norms of queries and keys), and in
 the names of their checkpoints' tensors.
@@ -184,13 +185,71 @@ def _read_glm4_moe(read: ConfigReader) -> SparseLlamaConfig:
     )
 
 
+def _read_solar_open(read: ConfigReader) -> SparseLlamaConfig:
+    """Upstage 2026: GLM-4.5's experts in every layer."""
+    read = read.with_defaults(num_key_value_heads=8, head_dim=128)
+    expert_size = read.integer("moe_intermediate_size", 1280)
+    routing = sigmoid_routing(read, per_token=8, renormalized=True)
+    num_experts = read.integer("n_routed_experts", read.integer("num_local_experts", 128))
+    sizes: dict[str, Any] = {"default_length": 131072, "default_theta": 1e6, "default_eps": 1e-5}
+    # No layer has an MLP of this size.
+    known = read.with_entries(intermediate_size=read.integer("intermediate_size", expert_size))
+    fields = sparse_fields(known, num_experts=num_experts, routing=routing, rotated_fraction=1.0, **sizes)
+    return SparseLlamaConfig(
+        **fields,
+        expert_size=expert_size,
+        shared_size=expert_size * read.integer("n_shared_experts", 1),
+        dense_layers=(False,) * fields["num_layers"],
+        qkv_bias=read.flag("attention_bias", False),
+    )
+
+
+def _read_exaone_moe(read: ConfigReader) -> SparseLlamaConfig:
+    """K-EXAONE (LG AI Research 2026, arXiv:2601.01739): DeepSeek-V3's router; windows in three layers of four, and RoPE
+    in those alone."""
+    read = read.with_defaults(num_key_value_heads=32, routed_scaling_factor=2.5)
+    routing = sigmoid_routing(read, per_token=8, renormalized=True)
+    num_experts, expert_size = read.integer("num_experts", 64), read.integer("moe_intermediate_size", 1024)
+    fields = sparse_fields(read, num_experts=num_experts, routing=routing, default_length=2048, default_eps=1e-5)
+    num_layers, first_sparse = fields["num_layers"], read.number("first_k_dense_replace", 1)
+    if read.optional_positive("sliding_window", 4096) is not None:
+        kinds = read.layer_kinds(num_layers) or read.kinds_of_layers(num_layers, every=4)
+        fields |= {
+            "layer_ropes": tuple(0 if kind == "sliding_attention" else None for kind in kinds),
+            "layer_windows": read.layer_windows(kinds, 4096),
+        }
+    return SparseLlamaConfig(
+        **fields,
+        expert_size=expert_size,
+        shared_size=expert_size * read.integer("num_shared_experts", 1),
+        dense_layers=read.dense_layers(num_layers) or tuple(layer < first_sparse for layer in range(num_layers)),
+        qk_norm=True,
+    )
+
+
 def _read_olmoe(read: ConfigReader) -> SparseLlamaConfig:
     """Muennighoff et al. 2024, arXiv:2409.02060."""
     read.refuse(("clip_qkv", None))
-    routing = Routing(per_token=read.integer("num_experts_per_tok", 8), renormalized=read.flag("norm_topk_prob", False))
-    num_experts = read.integer("num_experts", read.integer("num_local_experts", 64))
-    read = read.with_entries(intermediate_size=read.integer("intermediate_size", 2048))
-    fields = sparse_fields(read, num_experts=num_experts, routing=routing, default_length=4096, default_eps=1e-5)
+    return _olmoe(read, per_token=8, num_experts=64, inner=2048, eps=1e-5, theta=10000.0)
+
+
+def _read_flex_olmo(read: ConfigReader) -> SparseLlamaConfig:
+    """Shi et al. 2025, arXiv:2507.07024: OLMoE's experts in OLMo 2's layers."""
+    found = _olmoe(read, per_token=5, num_experts=7, inner=11008, eps=1e-6, theta=500000.0)
+    return replace(found, norms_after=True)
+
+
+def _olmoe(
+    read: ConfigReader, *, per_token: int, num_experts: int, inner: int, eps: float, theta: float
+) -> SparseLlamaConfig:
+    """What both spell alike; the numbers are those of transformers where config.json has none."""
+    routing = Routing(
+        per_token=read.integer("num_experts_per_tok", per_token), renormalized=read.flag("norm_topk_prob", False)
+    )
+    num_experts = read.integer("num_experts", read.integer("num_local_experts", num_experts))
+    read = read.with_entries(intermediate_size=read.integer("intermediate_size", inner))
+    sizes: dict[str, Any] = {"default_length": 4096, "default_theta": theta, "default_eps": eps}
+    fields = sparse_fields(read, num_experts=num_experts, routing=routing, **sizes)
     bias = read.flag("attention_bias", False)
     return SparseLlamaConfig(
         **fields,
@@ -227,6 +286,12 @@ _MIXTRAL_NAMES = pieces.ExpertNames(
 MIXTRAL = SparseLlamaFamily("mixtral", _read_mixtral, _MIXTRAL_NAMES)
 MINIMAX_M2 = SparseLlamaFamily("minimax_m2", _read_minimax_m2, _MIXTRAL_NAMES)
 OLMOE = SparseLlamaFamily("olmoe", _read_olmoe)
+FLEX_OLMO = SparseLlamaFamily("flex_olmo", _read_flex_olmo)
+SOLAR_OPEN = SparseLlamaFamily("solar_open", _read_solar_open)
+EXAONE_MOE = SparseLlamaFamily(
+    *("exaone_moe", _read_exaone_moe, pieces.ExpertNames(correction="e_score_correction_bias")),
+    derived_tensors=r"rotary_emb\.inv_freq$|^mtp\.",
+)
 QWEN3_MOE = Qwen3MoeFamily("qwen3_moe", _read_qwen3_moe, derived_tensors=r"rotary_emb\.inv_freq$|^(model\.)?visual\.")
 QWEN2_MOE = SparseLlamaFamily("qwen2_moe", _read_qwen2_moe, pieces.ExpertNames(shared="shared_expert"))
 DOTS1 = SparseLlamaFamily("dots1", _read_dots1)

@@ -1,7 +1,10 @@
 """How many blocks a device gets, for devices of made-up sizes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import jax
@@ -49,6 +52,15 @@ def test_the_pool_takes_what_is_left_and_no_more(plan):
     assert memory.weights == 2 * MODEL.num_parameters
     assert memory.programs > 0
     assert plan(2 * GIB).num_blocks - memory.num_blocks == GIB // memory.block
+
+
+def test_blocks_that_only_count_tokens_are_no_more_than_sequences_and_snapshots_have():
+    model = build(ModelConfig.from_dict(tiny_model("codestral-mamba-style").config), "bfloat16")
+    setup = Setup.of(model, replace(CONFIG, num_state_snapshots=3))
+    compiler: Any = SimpleNamespace(setup=setup, state_bytes=0)
+    with mock.patch.object(memory, "_program_bytes", return_value=0):
+        found = plan_memory(compiler, GIB, None, 2)
+    assert found.num_blocks == (4 + 3) * setup.cache.sequence_blocks(64) + 1 < GIB // found.block
 
 
 def test_deeper_pipelines_keep_more_results_alive(plan):
