@@ -224,11 +224,11 @@ class WeightUpdater:
             raise InvalidParameterError(
                 f"form must be 'huggingface', 'parameters', 'state' or 'module', got {shown(form)}."
             )
-        copies = self._shard.config.kv_head_copies
+        copies = self._shard.kv_head_copies(self._model)
         weights = [
-            _whole(array, leaf.shape, copies if by_head else 1)
-            for array, leaf, by_head in zip(
-                weights, self._model.abstract_weights, self._model.holds_kv_heads, strict=True
+            _whole(array, leaf.shape, times, slots)
+            for array, leaf, times, slots in zip(
+                weights, self._model.abstract_weights, copies, self._model.kv_slots, strict=True
             )
         ]
         if form == "huggingface":
@@ -287,12 +287,12 @@ class WeightUpdater:
 
     @cached_property
     def _by_parameter(self) -> dict[str, _Wanted]:
-        copies = self._shard.config.kv_head_copies
+        copies = self._shard.kv_head_copies(self._model)
         found = {}
         for index, (name, leaf) in enumerate(
             zip(self._model.parameter_names, self._model.abstract_weights, strict=True)
         ):
-            layout = Layout.of_parameter(leaf.shape, copies if self._model.holds_kv_heads[index] else 1)
+            layout = Layout.of_parameter(leaf.shape, copies[index], self._model.kv_slots[index])
             found[name] = _Wanted(leaf.shape, ((index, layout, (0,) * leaf.ndim),))
         return found
 
@@ -349,10 +349,10 @@ def _sharding_of_tensors(parameter: jax.Array, mesh: Mesh | None) -> Sharding:
     return parameter.sharding if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
-def _whole(array: jax.Array, shape: tuple[int, ...], kv_head_copies: int) -> jax.Array:
+def _whole(array: jax.Array, shape: tuple[int, ...], kv_head_copies: int, kv_slots: int) -> jax.Array:
     """A parameter without the padding and the copies of key-value heads that shards have."""
     if kv_head_copies > 1:
-        return single_kv_heads(array, kv_head_copies)
+        return single_kv_heads(array, kv_head_copies, kv_slots)
     return array if array.shape == shape else array[tuple(slice(0, size) for size in shape)]
 
 

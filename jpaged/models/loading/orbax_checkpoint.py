@@ -124,19 +124,19 @@ def load_sharded(
 
     stored: shapes and shardings of the shards' weights (`sharding.stored_weights`).
     """
-    copies = shard.config.kv_head_copies
+    copies = shard.kv_head_copies(model)
     shardings, shapes = [], []
-    for whole, leaf, axis, by_head in zip(
-        model.abstract_weights, stored, model.shard_axes, model.holds_kv_heads, strict=True
-    ):
-        repeated = copies > 1 and by_head
+    for whole, leaf, axis, times in zip(model.abstract_weights, stored, model.shard_axes, copies, strict=True):
+        repeated = times > 1
         # Shards that share key-value heads read them together; who gets which is settled below.
         shardings.append(_grouped(mesh, whole.shape, axis) if repeated and axis is not None else leaf.sharding)
         shapes.append(None if repeated or leaf.shape == whole.shape else leaf.shape)
     weights = _restore(model, directory, shardings, shapes)
     return tuple(
-        jax.jit(_repeat(copies, axis), out_shardings=leaf.sharding)(weight) if weight.shape != leaf.shape else weight
-        for weight, leaf, axis in zip(weights, stored, model.shard_axes, strict=True)
+        jax.jit(_repeat(times, axis, slots), out_shardings=leaf.sharding)(weight) if times > 1 else weight
+        for weight, leaf, axis, times, slots in zip(
+            weights, stored, model.shard_axes, copies, model.kv_slots, strict=True
+        )
     )
 
 
@@ -223,6 +223,6 @@ def _grouped(mesh: Mesh, shape: tuple[int, ...], axis: int) -> NamedSharding:
     return NamedSharding(grouped, PartitionSpec(*spec))
 
 
-def _repeat(copies: int, axis: int | None) -> Any:
+def _repeat(copies: int, axis: int | None, shared: int) -> Any:
     assert axis is not None  # what is laid out by key-value head is split by it
-    return lambda qkv: repeat_kv_heads(qkv, copies, axis)
+    return lambda qkv: repeat_kv_heads(qkv, copies, axis, shared)
