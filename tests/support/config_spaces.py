@@ -186,7 +186,7 @@ def _gemma4(chance: random.Random, config: Config) -> None:
     if chance.random() < 0.7:
         kinds = config["layer_types"] = [*(chance.choice((full, sliding)) for _ in range(count - 1)), full]
     if chance.random() < 0.9:
-        config["global_head_dim"] = chance.choice((config["head_dim"], 2 * config["head_dim"], 32))
+        config["global_head_dim"] = chance.choice((head_dim_of(config), 2 * head_dim_of(config), 32))
     heads = config["num_attention_heads"]
     if chance.random() < 0.5:
         config["num_global_key_value_heads"] = chance.choice([n for n in range(1, heads + 1) if heads % n == 0])
@@ -493,7 +493,7 @@ _WINDOWS: dict[str, tuple[Any, ...]] = {
 }
 _GEMMA4: dict[str, tuple[Any, ...]] = {
     "hidden_activation": (..., "gelu_pytorch_tanh", "silu"),
-    "use_bidirectional_attention": (..., None, "vision", "all"),
+    "use_bidirectional_attention": (..., None, "vision", "vision", "vision", "all"),
     "rms_norm_eps": EPS,
     "attention_bias": FLAG,
     "attention_k_eq_v": FLAG,
