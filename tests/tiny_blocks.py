@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from tests.tiny_cases import MAX_LENGTH, WINDOW, TinyModel, llama, sparse
+from tests.tiny_cases import MAX_LENGTH, VOCAB_SIZE, WINDOW, TinyModel, llama, sparse
 
 
 def models_of_blocks() -> list[TinyModel]:
@@ -24,6 +24,38 @@ def models_of_blocks() -> list[TinyModel]:
         "query_pre_attn_scalar": 32,
         "rope_local_base_freq": 100.0,
         "rope_theta": 10000.0,
+    }
+    gemma4 = gemma | {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 8.0,
+        "rms_norm_eps": 1e-6,
+        "pad_token_id": 0,
+    }
+    gemma4_e4b = gemma4 | {
+        "num_hidden_layers": 5,
+        "layer_types": [*gemma4["layer_types"], "sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "use_double_wide_mlp": True,
+    }
+    gemma4_31b = gemma4 | {
+        "num_key_value_heads": 4,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "use_bidirectional_attention": "vision",
+    }
+    gemma4_26b = gemma4_31b | {
+        "num_key_value_heads": 2,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 40,
     }
     longrope = {"rope_type": "longrope", "short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [2.0] * 6}
     phi = {"model_type": "phi3", "pad_token_id": 0}
@@ -222,6 +254,9 @@ def models_of_blocks() -> list[TinyModel]:
         _of("gemma", "gemma", "GemmaForCausalLM", **gemma | {"hidden_activation": None, "hidden_act": "gelu"}),
         _of("gemma2", "gemma", "Gemma2ForCausalLM", **gemma2),
         _of("gemma3", "gemma", "Gemma3ForCausalLM", rope_scaling={"rope_type": "linear", "factor": 8.0}, **gemma3),
+        _of("gemma4-e4b-style", "gemma4", "Gemma4ForCausalLM", **gemma4_e4b),
+        _of("gemma4-31b-style", "gemma4", "Gemma4ForCausalLM", **gemma4_31b),
+        _of("gemma4-26b-a4b-style", "gemma4", "Gemma4ForCausalLM", **gemma4_26b),
         _of(
             "llama4-scout-style",
             "llama4",

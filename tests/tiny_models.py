@@ -124,7 +124,7 @@ def torch_model(case: TinyModel) -> Any:
         for name, weight in model.named_parameters():
             weight.copy_(torch.from_numpy(_draw_parameter(case, name, tuple(weight.shape))))
         for name, buffer in model.named_buffers():
-            if name.endswith(("e_score_correction_bias", "expert_bias")):
+            if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
                 buffer.copy_(torch.from_numpy(_draw_parameter(case, name, tuple(buffer.shape))))
     return model
 
@@ -142,7 +142,7 @@ def _draw_parameter(case: TinyModel, name: str, shape: tuple[int, ...]) -> np.nd
     """The weights of a parameter of transformers', which holds all experts where a checkpoint has a tensor for each."""
     if case.family == "gpt_neox":  # whose head has another name in checkpoints
         name = name.replace("lm_head", "embed_out")
-    if case.family in ("gpt_oss", "llama4"):  # whose checkpoints hold all experts in one
+    if case.family in ("gpt_oss", "llama4", "gemma4"):  # whose checkpoints hold all experts in one
         return draw(case, name, shape)
     if case.family == "granite":  # likewise, under other names
         names = {"experts.gate_up_proj": "input_linear.weight", "experts.down_proj": "output_linear.weight"}

@@ -187,8 +187,9 @@ def operations(model: Model, computed: int, scored: int, length: int) -> float:
     config = model.config
     head = config.vocab_size * config.hidden_size
     layers = model.num_parameters - head * (1 if config.tie_word_embeddings else 2)
-    columns = config.head_dim + (config.value_dim or config.head_dim)  # of a key and of a value
-    attention = 2 * config.num_layers * config.num_heads * columns * (length + 1) / 2
+    of_layers = map(config.of_layer, range(config.num_layers))
+    columns = sum(layer.head_dim + (layer.value_dim or layer.head_dim) for layer in of_layers)  # of keys and of values
+    attention = 2 * config.num_heads * columns * (length + 1) / 2
     return computed * (2.0 * layers + attention) + scored * 2.0 * head
 
 

@@ -28,18 +28,20 @@ from jpaged.models.blocks import (
     Decoder,
     DecoderConfig,
     ParallelBlock,
+    Places,
     Scales,
     SequentialBlock,
     decoder_fields,
 )
 from jpaged.models.collectives import Collectives
-from jpaged.models.config import ModelConfig
+from jpaged.models.config import KVHeads, ModelConfig
 from jpaged.models.config_reader import ConfigReader, divide_into_heads
 from jpaged.models.delta_net import GatedDeltaNet, delta_net_pieces
 from jpaged.models.dense import dense_causal_attend
 from jpaged.models.experts import ClampedSwiGLU, Routing, SparseConfig, SparseMLP, feed_forward, sigmoid_routing
 from jpaged.models.family import OTHER_PARTS, TEXT_PART_NAMES, Attend, CausalLM, Family
 from jpaged.models.latent import LatentAttention, LatentConfig
+from jpaged.models.layer_inputs import LayerInput, LayerInputs
 from jpaged.models.layers import MLP, Attention, GatedMLP, run_layers
 from jpaged.models.linear import Embedding, Linear, PartialSum, Rows, times
 from jpaged.models.loading import pieces
@@ -97,9 +99,12 @@ __all__ = [
     "GatedDeltaNet",
     "GatedMLP",
     "HeadNorms",
+    "KVHeads",
     "Kernels",
     "LatentAttention",
     "LatentConfig",
+    "LayerInput",
+    "LayerInputs",
     "LayerNorm",
     "LayerNormOfHeads",
     "LayerState",
@@ -117,6 +122,7 @@ __all__ = [
     "ParallelBlock",
     "PartialSum",
     "Piece",
+    "Places",
     "RMSNorm",
     "RMSNormOfAllHeads",
     "Recurrence",

@@ -12,19 +12,20 @@ A family makes the parts of a layer and gives them to a block:
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jpaged.models.collectives import Collectives
-from jpaged.models.config import ModelConfig
+from jpaged.models.config import ModelConfig, token_rows
 from jpaged.models.config_reader import ConfigReader, divide_into_heads
 from jpaged.models.experts import SparseMLP
 from jpaged.models.family import Attend
 from jpaged.models.latent import LatentAttention
+from jpaged.models.layer_inputs import LayerInputs
 from jpaged.models.layers import MLP, Attention, GatedMLP, run_layers
 from jpaged.models.linear import Embedding, Reader, times
 from jpaged.models.norms import HeadNorms, Norm
@@ -39,10 +40,12 @@ class Places(NamedTuple):
 
     rotations: cos and sin, of each of a model's ropes (`Rope.table`).
     temperature: what queries are multiplied by (`Temperature.of`), where the model has one.
+    layer_input: what the layer that gets this reads beside the stream, [T, size], where the model has `LayerInputs`.
     """
 
     rotations: tuple[tuple[jax.Array, jax.Array], ...]
     temperature: jax.Array | None
+    layer_input: jax.Array | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,8 @@ class DecoderConfig(ModelConfig):
     """norm_eps: of all norms. activation: of the MLPs.
     ropes: the rotations that layers have. layer_ropes: which of them, for each layer; None for no rotation.
     temperature: of attention, in the layers whose blocks are `tempered`.
+    input_size: columns of what each layer reads beside the stream (`LayerInputs`), from a table of `input_vocab` token
+        ids; 0 for nothing.
     """
 
     norm_eps: float
@@ -57,6 +62,14 @@ class DecoderConfig(ModelConfig):
     ropes: tuple[Rope, ...] = ()
     layer_ropes: tuple[int | None, ...] = ()
     temperature: Temperature | None = None
+    input_size: int = 0
+    input_vocab: int = 0
+
+    def shard(self, shards: int) -> Self:
+        """As `ModelConfig.shard`."""
+        if shards == 1:
+            return self
+        return replace(super().shard(shards), input_vocab=token_rows(self.input_vocab, shards))
 
     @property
     def columns(self) -> tuple[int, ...]:
@@ -108,7 +121,8 @@ class SequentialBlock(nnx.Module):
 
     attention_norm, mlp_norm: of what they read; None for none.
     after_attention, after_mlp: of what they give, before it is added; None for none.
-    query_norm, key_norm: of each query and key. head_norms: instead of these. See `Attention`.
+    query_norm, key_norm, value_norm: of each query, key and value; each only with those before it. head_norms: instead
+        of these. See `Attention`.
     rope: which of the rotations; None for none.
     tempered: queries are multiplied by the model's temperature, if it has one.
     residual_scale: multiplies what attention and MLP give.
@@ -125,6 +139,7 @@ class SequentialBlock(nnx.Module):
         after_mlp: Norm | None = None,
         query_norm: Norm | None = None,
         key_norm: Norm | None = None,
+        value_norm: Norm | None = None,
         head_norms: HeadNorms | None = None,
         rope: int | None = 0,
         tempered: bool = False,
@@ -133,17 +148,23 @@ class SequentialBlock(nnx.Module):
         self.attention, self.mlp = attention, mlp
         self.attention_norm, self.mlp_norm = attention_norm, mlp_norm
         self.after_attention, self.after_mlp = after_attention, after_mlp
-        self.query_norm, self.key_norm, self.head_norms = query_norm, key_norm, head_norms
+        self.query_norm, self.key_norm, self.value_norm, self.head_norms = query_norm, key_norm, value_norm, head_norms
         self.rope, self.tempered, self.residual_scale = rope, tempered, residual_scale
 
     def __call__(self, stream: Stream, places: Places, attend: Attend) -> None:
+        self._attend(stream, places, attend)
+        self._feed_forward(stream)
+
+    def _attend(self, stream: Stream, places: Places, attend: Attend) -> None:
         if self.attention is not None:
             rotation = None if self.rope is None else places.rotations[self.rope]
-            pair = None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
+            norms = tuple(norm for norm in (self.query_norm, self.key_norm, self.value_norm) if norm is not None)
             read = self._read(stream, self.attention_norm, self.attention)
             tempered = {"temperature": places.temperature} if self.tempered else {}  # recurrent layers take none
-            given = self.attention(read, attend, rotation, self.head_norms or pair, stream.backend, **tempered)
+            given = self.attention(read, attend, rotation, self.head_norms or norms or None, stream.backend, **tempered)
             self._add(stream, given, self.after_attention)
+
+    def _feed_forward(self, stream: Stream) -> None:
         if self.mlp is not None:
             read = self._read(stream, self.mlp_norm, self.mlp)
             given = (
@@ -233,10 +254,12 @@ class Decoder(nnx.Module):
     ) -> None:
         vocab, hidden = config.vocab_size, config.hidden_size
         self.ropes, self.temperature = config.ropes, config.temperature
-        self.collectives, self.scales = collectives, scales
+        self.collectives, self.scales, self.sources = collectives, scales, config.layer_sources
         tied = config.tie_word_embeddings
         self.embedding = Embedding(vocab, hidden, hidden**-0.5, dtype, rngs, bias=head_bias and tied)
         self.embedding_norm = embedding_norm
+        sizes = config.input_vocab, config.num_layers, config.input_size, hidden
+        self.inputs = LayerInputs(*sizes, config.norm_eps, dtype, rngs) if config.input_size else None
         self.layers = nnx.List(block(layer) for layer in range(config.num_layers))
         self.norm = norm()
         self.lm_head = None if tied else Embedding(vocab, hidden, hidden**-0.5, dtype, rngs, bias=head_bias)
@@ -251,7 +274,12 @@ class Decoder(nnx.Module):
         stream = begin_stream(rows, self.collectives, kernels)
         if self.embedding_norm is not None:
             stream.replace(stream.normed(self.embedding_norm))
-        run_layers(self.layers, stream, (places,), attend)
+        own = None
+        if self.inputs is not None:
+            of_layers = self.inputs(tokens, stream.value(), self.collectives)
+            own = [(places._replace(layer_input=one),) for one in of_layers]
+        shared = (places,) if own is None else ()
+        run_layers(self.layers, stream, shared, attend, own=own, sources=self.sources)
         return stream.normed(self.norm)
 
     def logits(self, hidden: jax.Array) -> jax.Array:

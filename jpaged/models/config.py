@@ -1,11 +1,11 @@
 """What engine and executor need to know of any model, and how it is read from a Hugging Face config.json."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from math import inf, lcm
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from jpaged.api.checks import is_number
 from jpaged.api.errors import CheckpointError, InvalidParameterError, UnsupportedModelError, shown
@@ -27,6 +27,20 @@ ROUTER_SKEW = "jpaged_router_skew"
 refuse it with any others."""
 
 
+class KVHeads(NamedTuple):
+    """The key-value heads of a layer: how many, of how many columns, and `ModelConfig.kv_head_copies`."""
+
+    number: int
+    dim: int
+    copies: int = 1
+
+    def for_shards(self, shards: int) -> "KVHeads":
+        """Each stored as often as it takes for `shards` to divide their number: the least common multiple divides the
+        attention heads, as shards and key-value heads do."""
+        number = lcm(self.number, shards)
+        return self._replace(number=number, copies=number // self.number)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """What every family's configuration has; a family's own class, derived from this one, adds what only it needs.
@@ -42,6 +56,10 @@ class ModelConfig:
         Left out, no layer is recurrent; one at least must not be.
     counts_tokens_alone: nothing reads what the layers without a state keep of a token. Their blocks count tokens, and
         the pool has no more of them than sequences and snapshots of states can have.
+    layer_heads: per layer; its key-value heads, where they differ from layer to layer (Gemma 4). Left out, all layers
+        have `num_kv_heads` of `head_dim`. What is made of one layer is made of its `of_layer`.
+    layer_sources: per layer; the earlier layer whose keys and values it reads instead of keeping its own, or None. That
+        one keeps its own, and has the same heads and window. Left out, every layer keeps its own.
     tie_word_embeddings: the embedding is the head.
     value_dim: values are the first so many columns of keys, of which a layer keeps nothing else (MLA); None where it
         keeps values apart, of `head_dim` columns as keys are.
@@ -71,6 +89,8 @@ class ModelConfig:
     chunked_windows: bool = False
     layer_states: tuple[LayerState | None, ...] = ()
     counts_tokens_alone: bool = False
+    layer_heads: tuple[KVHeads, ...] = ()
+    layer_sources: tuple[int | None, ...] = ()
     value_dim: int | None = None
     tie_word_embeddings: bool
     num_experts: int = 0
@@ -83,11 +103,13 @@ class ModelConfig:
     source: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
+        for kv_heads in (self.num_kv_heads, *(heads.number for heads in self.layer_heads)):
+            if self.num_heads % kv_heads == 0:
+                continue
             is_default = self.source and not self.source.keys() & {"num_key_value_heads", "num_kv_heads"}
             raise CheckpointError(
                 f"config.json: num_attention_heads ({self.num_heads}) must be a multiple of"
-                f" num_key_value_heads ({self.num_kv_heads}"
+                f" num_key_value_heads ({kv_heads}"
                 f"{', the default of its family, as config.json leaves it out' if is_default else ''})."
             )
         length = self.max_position_embeddings
@@ -100,6 +122,41 @@ class ModelConfig:
         if len(states) != self.num_layers or None not in states:
             raise ValueError(f"layer_states must have {self.num_layers} entries, some of them None, got {states}.")
         object.__setattr__(self, "layer_states", states)
+        if self.layer_heads and len(self.layer_heads) != self.num_layers:
+            raise ValueError(f"layer_heads must have {self.num_layers} entries, got {len(self.layer_heads)}.")
+        self._check_sources()
+
+    def _check_sources(self) -> None:
+        """Fills in `layer_sources`."""
+        sources = self.layer_sources or (None,) * self.num_layers
+        object.__setattr__(self, "layer_sources", sources)
+        if len(sources) != self.num_layers:
+            raise ValueError(f"layer_sources must have {self.num_layers} entries, got {len(sources)}.")
+        for layer, source in enumerate(sources):
+            if source is None:
+                continue
+            if not 0 <= source < layer or sources[source] is not None:
+                raise ValueError(f"layer_sources: layer {layer} cannot read the keys and values of layer {source}.")
+            if any(of_layers[layer] != of_layers[source] for of_layers in self._by_layer):
+                raise ValueError(f"layer_sources: layers {layer} and {source} differ in heads, windows or states.")
+
+    @property
+    def _by_layer(self) -> tuple[Sequence[Any], ...]:
+        """What layers that share keys and values have in common."""
+        return self.layer_windows, self.layer_states, self.layer_heads or (None,) * self.num_layers
+
+    @property
+    def layer_keeps_tokens(self) -> tuple[bool, ...]:
+        """Per layer; whether it keeps keys and values of its own."""
+        both = zip(self.layer_states, self.layer_sources, strict=True)
+        return tuple(state is None and source is None for state, source in both)
+
+    def of_layer(self, layer: int) -> Self:
+        """The same model with the key-value heads of a layer in all layers, for what is made of that layer."""
+        if not self.layer_heads:
+            return self
+        number, dim, copies = self.layer_heads[layer]
+        return replace(self, num_kv_heads=number, head_dim=dim, kv_head_copies=copies, layer_heads=())
 
     @property
     def group_size(self) -> int:
@@ -223,26 +280,30 @@ class ModelConfig:
         whole = self.with_kv_heads_for(shards)
         return replace(
             whole,
-            vocab_size=VOCAB_UNIT * -(-self.vocab_size // (shards * VOCAB_UNIT)),
+            vocab_size=token_rows(self.vocab_size, shards),
             num_heads=self.num_heads // shards,
             num_kv_heads=whole.num_kv_heads // shards,
+            layer_heads=tuple(heads._replace(number=heads.number // shards) for heads in whole.layer_heads),
             intermediate_size=inner_columns(self.intermediate_size, shards),
             layer_states=tuple(None if state is None else state.shard(shards) for state in self.layer_states),
         )
 
     def with_kv_heads_for(self, shards: int) -> Self:
-        """The same model with each key-value head stored as often as it takes for `shards` to divide their number.
-
-        The least common multiple divides the attention heads, as shards and key-value heads do.
-        """
-        kv_heads = lcm(self.num_kv_heads, shards)
-        return replace(self, num_kv_heads=kv_heads, kv_head_copies=kv_heads // self.num_kv_heads)
+        """The same model with each key-value head stored as often as it takes for `shards` to divide their number."""
+        number, _, copies = KVHeads(self.num_kv_heads, self.head_dim).for_shards(shards)
+        of_layers = tuple(heads.for_shards(shards) for heads in self.layer_heads)
+        return replace(self, num_kv_heads=number, kv_head_copies=copies, layer_heads=of_layers)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles name the architecture, so that another process finds the class wherever its family came from."""
         kind = type(self)
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return _restore, (self.architecture, kind.__module__, kind.__name__, values)
+
+
+def token_rows(vocab_size: int, shards: int) -> int:
+    """Token ids that each shard has, padding included."""
+    return VOCAB_UNIT * -(-vocab_size // (shards * VOCAB_UNIT))
 
 
 def inner_columns(inner: int, shards: int, group: int = 1) -> int:

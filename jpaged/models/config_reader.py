@@ -108,6 +108,12 @@ class ConfigReader:
             return None
         return self.integer(name, default)
 
+    def count(self, name: str, default: int) -> int:
+        """An integer from 0 up; null means 0."""
+        if self.config.get(name, default) in (None, 0):
+            return 0
+        return self.integer(name, default)
+
     def number(self, name: str, default: float) -> float:
         """A finite number from 0 up."""
         value = self.config.get(name, default)

@@ -56,12 +56,14 @@ class Routing(ExpertChoice):
     biased: a stored number for each expert is added to the scores when experts are picked, not to the weights.
     mixer_jitter: a sparse mixer picks two experts and weighs them, see `sparse_mixer`; None for a router as
         `ExpertChoice` says.
+    scaled: a stored number for each expert multiplies what it gives, weighted (Gemma 4).
     zipf: for measurements with random weights, whose routers pick all experts alike: an expert is then as popular
         as its rank to the power of minus `zipf` (`skewed`). 0 for a model's own router.
     """
 
     biased: bool = False
     mixer_jitter: float | None = None
+    scaled: bool = False
     zipf: float = 0.0
 
     def skewed(self, logits: jax.Array) -> jax.Array:
@@ -217,6 +219,7 @@ class Router(nnx.Module):
         # In float32, as it is stored: it decides between scores that are close.
         start, wide = Constant(0.0), jnp.dtype(jnp.float32)
         self.correction = parameter(rngs, start, (experts,), wide) if config.routing.biased else None
+        self.scales = parameter(rngs, Constant(1.0), (experts,), dtype) if config.routing.scaled else None
 
     def __call__(
         self,
@@ -233,6 +236,10 @@ class Router(nnx.Module):
             logits = self.routing.skewed(logits)
         correction = None if self.correction is None else self.correction[...]
         return route_rows(logits, self.routing, correction, held=held, live=live, backend=backend)
+
+    def scales_of(self, experts: jax.Array) -> jax.Array | None:
+        """float32 [T, k]: what multiplies what these give, [T, k]; None for nothing."""
+        return None if self.scales is None else self.scales[...].astype(jnp.float32)[jnp.maximum(experts, 0)]
 
 
 def route_rows(
@@ -321,12 +328,13 @@ class GroupedExperts(nnx.Module):
         weights: jax.Array,
         backend: str | None,
         rows: SortedRows | None = None,
+        scales: jax.Array | None = None,
     ) -> jax.Array:
         """The sum of what each token's experts here give, weighted unless the weights multiply their inputs.
 
         x: [T, hidden]. experts: int32 [T, k], counted from the first one here; others count for nothing.
         weights: float32 [T, k].
-        rows: of these experts, if they are sorted already.
+        rows: of these experts, if they are sorted already. scales: `Router.scales_of` the experts.
         backend: of the grouped products; gradients need "xla".
         Returns [T, hidden].
         """
@@ -350,6 +358,7 @@ class GroupedExperts(nnx.Module):
             rows=rows,
             weighted_inputs=self.weighted_inputs,
             gated=self.gate_up is not None,
+            scales=scales,
         )
 
 
@@ -366,6 +375,7 @@ def mix(
     rows: SortedRows | None = None,
     weighted_inputs: bool = False,
     gated: bool = True,
+    scales: jax.Array | None = None,
 ) -> jax.Array:
     """The experts' MLPs as grouped products; the other arguments are those of `GroupedExperts`.
 
@@ -411,6 +421,8 @@ def mix(
     if biases is not None:
         of_row = biases[1][jnp.clip(experts, 0, num_experts - 1)].astype(jnp.float32)
         found = found + (of_row if weighted_inputs else weights[..., None] * of_row)
+    if scales is not None:
+        found = found * scales[..., None]
     return jnp.sum(jnp.where(here[..., None], found, 0.0), axis=1).astype(x.dtype)
 
 
@@ -469,20 +481,24 @@ class SparseMLP(Reader):
         backend: str | None = "xla",
         live: jax.Array | None = None,
         counts: ExpertCounts | None = None,
+        *,
+        routed_by: jax.Array | None = None,
     ) -> PartialSum:
         """[T, hidden] -> [T, hidden].
 
         backend: of `pallas_kernels.gated_grouped_product` and its companions; gradients need "xla".
         live: bool [T], see `residual.Kernels`; for other tokens no expert is read, and the routed experts give zeros.
         counts: counts the tokens of each expert.
+        routed_by: what the router reads, [T, hidden]; x if None.
         """
         first = self.collectives.first(self.held_experts)
         held = Held(first, self.held_experts) if self.held_experts else None
-        experts, weights, rows = self.router(x, held=held, live=live, backend=backend)
+        routed = x if routed_by is None else routed_by
+        experts, weights, rows = self.router(routed, held=held, live=live, backend=backend)
         if counts is not None:
             counts.count(experts)
         read = x if self.into_latents is None else self.into_latents(x, backend=backend)
-        given = self.experts(read, experts - first, weights, backend, rows)
+        given = self.experts(read, experts - first, weights, backend, rows, self.router.scales_of(experts))
         # A product of a shard's term is its term of the product.
         total = PartialSum(given if self.out_of_latents is None else self.out_of_latents(given, backend=backend))
         if self.shared is None:

@@ -38,6 +38,9 @@ class Attend(Protocol):
         `rotation`, `norms` and `norm_eps` make them what attention takes: see `pallas_kernels.split_qkv`, which does
         just that. A caller's `attend` that has `takes_sums` set may get the `Sums` of a product instead, whose scales
         are still to be multiplied.
+        Of a layer that reads the keys and values of another (`ModelConfig.layer_sources`) queries alone, normed
+        already, [T, kv_heads, group, head_dim] (`pallas_kernels.split_queries`). A caller's one `attend` for all layers
+        never gets these, but the other's keys and values with them (`run_layers`).
     scale: multiplies the product of query and key.
     sliding_window: tokens that a query sees, itself included; None for all before it.
     chunked: of these it sees only its own chunk: chunks of sliding_window tokens follow each other from a sequence's

@@ -89,7 +89,7 @@ class LatentAttention(Reader):
         x: jax.Array,
         attend: Attend,
         rotation: tuple[jax.Array, jax.Array] | None = None,
-        norms: tuple[Norm, Norm] | HeadNorms | None = None,
+        norms: tuple[Norm, ...] | HeadNorms | None = None,
         backend: str | None = "xla",
         temperature: jax.Array | None = None,
     ) -> PartialSum:

@@ -1,6 +1,6 @@
 """Attention, MLPs and the stack of layers. With `linear`, `norms` and `residual`, what families are built of."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,27 +15,59 @@ from jpaged.models.linear import Linear, PartialSum, Reader, Rounding, Rows
 from jpaged.models.norms import HeadNorms, Norm
 from jpaged.models.parameters import Constant, parameter
 from jpaged.models.residual import Stream
-from jpaged.pallas_kernels import Sums
+from jpaged.pallas_kernels import Sums, split_qkv, split_queries
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
 
 
-def run_layers(layers: Iterable[nnx.Module], stream: Stream, shared: tuple, attend: Attend | list[Any]) -> None:
-    """Passes the stream through a stack of layers: layer(stream, *shared, attend).
+def run_layers(
+    layers: Iterable[nnx.Module],
+    stream: Stream,
+    shared: tuple,
+    attend: Attend | list[Any],
+    *,
+    own: Sequence[tuple] | None = None,
+    sources: Sequence[int | None] = (),
+) -> None:
+    """Passes the stream through a stack of layers: layer(stream, *shared, *own[layer], attend).
 
-    shared: arrays that all layers read, such as the rotation of each token.
+    shared: arrays that all layers read, such as the rotation of each token. own: what each layer reads alone.
     attend: one for all of them; or a list of one a layer, each a pytree, which then holds what the calls made of them.
         Layers of equal structure and shapes are then traced and lowered once between them, which halves the time that
         the programs of a 28-layer model take to lower.
+    sources: `ModelConfig.layer_sources`.
     """
+    kept: dict[int, tuple[jax.Array, jax.Array]] = {}
     for index, layer in enumerate(layers):
+        read = shared if own is None else (*shared, *own[index])
         if isinstance(attend, list):
             graph, weights = nnx.split(layer)
-            after, attend[index] = _run_layer(graph, weights, stream, shared, attend[index])
+            after, attend[index] = _run_layer(graph, weights, stream, read, attend[index])
             stream.become(after)
+        elif index in sources:
+            layer(stream, *read, partial(_attend_and_keep, attend, kept, index))
+        elif sources and (source := sources[index]) is not None:
+            layer(stream, *read, partial(_attend_to_kept, attend, *kept[source]))
         else:
-            layer(stream, *shared, attend)
+            layer(stream, *read, attend)
         if stream.counts is not None:
             stream.counts.end_layer()
+
+
+def _attend_and_keep(
+    attend: Attend, kept: dict[int, tuple[jax.Array, jax.Array]], layer: int, qkv: Any, **options: Any
+) -> jax.Array:
+    """The `Attend` of a layer whose keys and values others read, where one serves all layers and remembers nothing."""
+    of_heads = {name: options[name] for name in ("rotation", "norms", "norm_eps")}
+    _, *kept_of_layer = split_qkv(qkv, **of_heads)
+    kept[layer] = kept_of_layer[0], kept_of_layer[1]
+    return attend(qkv, **options)
+
+
+def _attend_to_kept(attend: Attend, k: jax.Array, v: jax.Array, q: jax.Array, **options: Any) -> jax.Array:
+    """Likewise of a layer that reads them: k and v [T, kv_heads, head_dim]."""
+    queries = split_queries(q, rotation=options["rotation"]).reshape(q.shape)
+    whole = jnp.concatenate([queries, k[:, :, None], v[:, :, None]], axis=2)
+    return attend(whole, **options | {"rotation": None, "norms": None})
 
 
 @partial(jax.jit, static_argnums=0)
@@ -55,7 +87,11 @@ class Attention(Reader):
                                 |-- 1: its key
                                 '-- 1: its value
 
-    layer: its number, which picks its window of `config.layer_windows`.
+    A layer that reads the keys and values of another (`config.layer_sources`) has queries [hidden, heads, head_dim]
+    instead.
+
+    layer: its number, which picks its window of `config.layer_windows`, and its heads.
+    keys_are_values: keys and values are one projection, qkv [hidden, kv_heads, group + 1, head_dim] (Gemma 4).
     scale: multiplies the product of query and key; head_dim ** -0.5 if None.
     logit_softcap: scores become cap * tanh(score / cap) (Gemma 2).
     alibi_slopes: of all heads of all shards; the score loses slope times distance (Press et al. 2021,
@@ -81,16 +117,26 @@ class Attention(Reader):
         clip: float | None = None,
         sinks: bool = False,
         gated: bool = False,
+        keys_are_values: bool = False,
         collectives: Collectives = ALONE,
     ) -> None:
+        config = config.of_layer(layer)
         hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
         self.logit_softcap, self.alibi_slopes, self.clip = logit_softcap, alibi_slopes, clip
         self.collectives = collectives
         self.scale = dim**-0.5 if scale is None else scale
         self.sliding_window = config.layer_windows[layer]
         self.chunked = config.chunked_windows and self.sliding_window is not None
-        by_head = (config.num_kv_heads, config.group_size + 2, dim)
-        self.qkv = Linear((hidden,), by_head, hidden**-0.5, dtype, rngs, shard_axis=1, bias=qkv_bias, kv_heads=True)
+        self.kv_heads, self.group, self.keys_are_values = config.num_kv_heads, config.group_size, keys_are_values
+        slots = 1 if keys_are_values else 2
+
+        def first(outputs: tuple[int, ...], kv_slots: int) -> Linear:
+            options: dict[str, Any] = {"shard_axis": 1, "bias": qkv_bias, "kv_slots": kv_slots}
+            return Linear((hidden,), outputs, hidden**-0.5, dtype, rngs, **options)
+
+        keeps = config.layer_sources[layer] is None
+        self.qkv = first((self.kv_heads, self.group + slots, dim), slots) if keeps else None
+        self.queries = None if keeps else first((heads, dim), 0)
         # As many as query heads, which are split over shards as they stand.
         self.sinks = parameter(rngs, Constant(0.0), (heads,), dtype, 0) if sinks else None
         of_queries, std = (heads, dim), hidden**-0.5
@@ -100,28 +146,36 @@ class Attention(Reader):
 
     def rounding(self, backend: str | None) -> Rounding | None:
         """None where two products read it."""
-        return self.qkv.rounding(backend) if self.gate is None else None
+        return self._first.rounding(backend) if self.gate is None else None
+
+    @property
+    def _first(self) -> Linear:
+        """The input projection."""
+        first = self.qkv if self.queries is None else self.queries
+        assert first is not None
+        return first
 
     def __call__(
         self,
         x: Rows,
         attend: Attend,
         rotation: tuple[jax.Array, jax.Array] | None = None,
-        norms: tuple[Norm, Norm] | HeadNorms | None = None,
+        norms: tuple[Norm, ...] | HeadNorms | None = None,
         backend: str | None = "xla",
         temperature: jax.Array | None = None,
     ) -> PartialSum:
         """[T, hidden] -> [T, hidden].
 
         x: an array, or rounded as `rounding` says.
-        rotation: cos and sin (`Rope.table`). norms: of each query and of each key, before the rotation.
+        rotation: cos and sin (`Rope.table`). norms: of each query, of each key and of each value, or of the first of
+            these alone, before the rotation.
         backend: of products that have kernels (`Linear`).
         temperature: float32 [T], what the queries, normed, are multiplied by (`Temperature.of`); None for nothing.
         """
         if temperature is None:
             qkv, scales, eps = self._projected(x, attend, norms, backend)
         else:
-            qkv, scales, eps = _tempered(self._normed(x, norms, backend), temperature), None, 0.0
+            qkv, scales, eps = _tempered(self._normed(x, norms, backend), self.group, temperature), None, 0.0
         rare: dict[str, Any] = {} if self.sinks is None else {"sinks": self.sinks[...]}
         if self.chunked:
             rare["chunked"] = True
@@ -141,10 +195,12 @@ class Attention(Reader):
         return self.out.partial_sum(y, backend)
 
     def _projected(
-        self, x: Rows, attend: Attend, norms: tuple[Norm, Norm] | HeadNorms | None, backend: str | None
+        self, x: Rows, attend: Attend, norms: tuple[Norm, ...] | HeadNorms | None, backend: str | None
     ) -> tuple[jax.Array | Sums, tuple[jax.Array, jax.Array] | None, float]:
         """qkv, and the scales and the epsilon of norms that are still to be computed."""
-        in_kernel = _kernel_scales(*norms) if isinstance(norms, tuple) else None
+        if self.qkv is None or self.keys_are_values:
+            return self._normed(x, norms, backend), None, 0.0
+        in_kernel = _kernel_scales(*norms) if isinstance(norms, tuple) and len(norms) == 2 else None
         if in_kernel is not None or norms is None:
             eps = norms[0].eps if isinstance(norms, tuple) else 0.0
             if self.clip is None and getattr(attend, "takes_sums", False):
@@ -152,12 +208,16 @@ class Attention(Reader):
             return self._clipped(self.qkv(x, backend=backend)), in_kernel, eps
         return self._normed(x, norms, backend), None, 0.0
 
-    def _normed(self, x: Rows, norms: tuple[Norm, Norm] | HeadNorms | None, backend: str | None) -> jax.Array:
+    def _normed(self, x: Rows, norms: tuple[Norm, ...] | HeadNorms | None, backend: str | None) -> jax.Array:
         """qkv, with norms that XLA computes."""
-        qkv = self._clipped(self.qkv(x, backend=backend))
+        qkv = self._clipped(self._first(x, backend=backend))
+        if self.queries is not None:
+            qkv = qkv.reshape(*qkv.shape[:-2], self.kv_heads, self.group, qkv.shape[-1])
+        elif self.keys_are_values:
+            qkv = jnp.concatenate([qkv, qkv[..., self.group :, :]], axis=-2)
         if norms is None:
             return qkv
-        return norms(qkv, self.collectives) if isinstance(norms, HeadNorms) else _norm_heads(qkv, *norms)
+        return norms(qkv, self.collectives) if isinstance(norms, HeadNorms) else _norm_heads(qkv, self.group, norms)
 
     def _clipped(self, qkv: jax.Array) -> jax.Array:
         return qkv if self.clip is None else jnp.clip(qkv, -self.clip, self.clip)
@@ -184,16 +244,18 @@ def _kernel_scales(query_norm: Norm, key_norm: Norm) -> tuple[jax.Array, jax.Arr
     return query_scale, key_scale
 
 
-def _norm_heads(qkv: jax.Array, query_norm: Norm, key_norm: Norm) -> jax.Array:
-    """qkv [T, kv_heads, group + 2, head_dim] with its queries and keys normalised."""
-    group = qkv.shape[-2] - 2
-    queries, keys, values = jnp.split(qkv, (group, group + 1), axis=-2)
-    return jnp.concatenate([query_norm(queries), key_norm(keys), values], axis=-2)
+def _norm_heads(qkv: jax.Array, group: int, norms: tuple[Norm, ...]) -> jax.Array:
+    """qkv [T, kv_heads, group + 2 or group, head_dim] with its queries, keys and values normalised, or the first of
+    these."""
+    parts = jnp.split(qkv, (*range(group, qkv.shape[-2]),), axis=-2)
+    normed = [norm(part) for norm, part in zip(norms, parts, strict=False)]
+    return jnp.concatenate([*normed, *parts[len(normed) :]], axis=-2)
 
 
-def _tempered(qkv: jax.Array, temperature: jax.Array) -> jax.Array:
-    """qkv [T, kv_heads, group + 2, head_dim] with the queries of each token multiplied by its temperature, [T]."""
-    queries, others = jnp.split(qkv, (qkv.shape[-2] - 2,), axis=-2)
+def _tempered(qkv: jax.Array, group: int, temperature: jax.Array) -> jax.Array:
+    """qkv [T, kv_heads, group + 2 or group, head_dim] with the queries of each token multiplied by its temperature,
+    [T]."""
+    queries, others = jnp.split(qkv, (group,), axis=-2)
     return jnp.concatenate([(queries * temperature[:, None, None, None]).astype(qkv.dtype), others], axis=-2)
 
 

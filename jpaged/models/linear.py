@@ -136,7 +136,7 @@ class LinearLayout:
     outputs: tuple[int, ...]
     std: float
     shard_axis: int | None
-    kv_heads: bool
+    kv_slots: int
     outputs_first: bool
     experts: int = 0
     joined: bool = False
@@ -193,7 +193,7 @@ class Linear(nnx.Module):
     inputs, outputs: the axes that x ends with, and those that y ends with instead.
     std: of the normal distribution that the kernel starts from; the bias starts from zero.
     shard_axis: the axis of the kernel that tensor parallelism splits; None for none.
-    kv_heads: outputs are (kv_heads, group + 2, head_dim): see `parameter`.
+    kv_slots: outputs are (kv_heads, group + kv_slots, head_dim): see `parameter`.
     outputs_first: the kernel is [*outputs, *inputs] instead of [*inputs, *outputs].
     joined: in checkpoints it is one layer with others, so that it is quantized where they are. Without this, none is
         quantized while it is read that every shard has all of.
@@ -209,15 +209,15 @@ class Linear(nnx.Module):
         *,
         shard_axis: int | None = None,
         bias: bool = False,
-        kv_heads: bool = False,
+        kv_slots: int = 0,
         outputs_first: bool = False,
         joined: bool = False,
     ) -> None:
-        self.layout = LinearLayout(inputs, outputs, std, shard_axis, kv_heads, outputs_first, joined=joined)
+        self.layout = LinearLayout(inputs, outputs, std, shard_axis, kv_slots, outputs_first, joined=joined)
         self.dtype = dtype
         shape = outputs + inputs if outputs_first else inputs + outputs
-        self.kernel = parameter(rngs, Normal(std), shape, dtype, shard_axis, kv_heads=kv_heads, suffix="")
-        bias_options: dict[str, Any] = {"kv_heads": kv_heads, "suffix": "_bias"}
+        self.kernel = parameter(rngs, Normal(std), shape, dtype, shard_axis, kv_slots=kv_slots, suffix="")
+        bias_options: dict[str, Any] = {"kv_slots": kv_slots, "suffix": "_bias"}
         axis = self.layout.split_row
         self.bias = parameter(rngs, Constant(0.0), outputs, dtype, axis, **bias_options) if bias else None
 

@@ -67,7 +67,7 @@ class Model:
     base_prefix, derived_tensors, aliases: as of `Family`; derived_tensors with what is passed over.
     starts: for each weight what a random one is drawn from.
     shard_axes: for each weight the axis that tensor parallelism splits, or None.
-    holds_kv_heads: for each weight whether it is laid out by key-value head (`parameters.parameter`).
+    kv_slots: for each weight what `parameters.parameter` says of it; not 0 if it is laid out by key-value head.
     collectives: of the shards this is one of (`sharding.shard_of`); `config` and shapes are then the shard's.
     vocab_size: of the whole model.
     """
@@ -113,7 +113,7 @@ class Model:
         self.module_paths: tuple[tuple[Any, ...], ...] = tuple(path for _, path, _ in ordered)
         self.starts: tuple[Start, ...] = tuple(variable.start for _, _, variable in ordered)
         self.shard_axes: tuple[int | None, ...] = tuple(variable.shard_axis for _, _, variable in ordered)
-        self.holds_kv_heads: tuple[bool, ...] = tuple(variable.kv_heads for _, _, variable in ordered)
+        self.kv_slots: tuple[int, ...] = tuple(variable.kv_slots for _, _, variable in ordered)
         self.abstract_weights: tuple[jax.ShapeDtypeStruct, ...] = tuple(leaves[place] for place in self._places)
         self._weights_each = tuple(variable.weights_each for _, _, variable in ordered)
         if whole is None:
@@ -123,6 +123,18 @@ class Model:
         if (passed_over := getattr(family, "passed_over", None)) is not None:
             self.derived_tensors = "|".join(filter(None, (family.derived_tensors, passed_over(config))))
         self.aliases: tuple[tuple[str, str], ...] = tuple(getattr(family, "aliases", ()))
+
+    def kv_head_copies(self, whole: "Model") -> tuple[int, ...]:
+        """Of a shard: how often all shards together store each key-value head, for each weight; 1 for others.
+
+        whole: the model that this is a shard of.
+        """
+        return tuple(
+            1 if axis is None or not slots else part.shape[axis] * self.collectives.size // all_heads.shape[axis]
+            for slots, axis, part, all_heads in zip(
+                self.kv_slots, self.shard_axes, self.abstract_weights, whole.abstract_weights, strict=True
+            )
+        )
 
     @property
     def num_parameters(self) -> int:

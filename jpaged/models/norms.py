@@ -155,7 +155,7 @@ class HeadNorms(nnx.Module):
     def __init__(self, config: HeadsShape, eps: float, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.eps = eps
         shape = (config.num_kv_heads, config.group_size + 2, config.head_dim)
-        self.scale = parameter(rngs, Constant(1.0), shape, dtype, shard_axis=0, kv_heads=True)
+        self.scale = parameter(rngs, Constant(1.0), shape, dtype, shard_axis=0, kv_slots=2)
 
     def normalised(self, qkv: jax.Array, collectives: Collectives) -> jax.Array:
         """qkv [T, kv_heads, group + 2, head_dim] -> the same, float32, before the scale; values may become anything."""

@@ -72,7 +72,7 @@ def parameter(
     dtype: jnp.dtype,
     shard_axis: int | None = None,
     *,
-    kv_heads: bool = False,
+    kv_slots: int = 0,
     suffix: str | None = None,
     weights_each: int = 1,
     of_linear: bool = False,
@@ -81,9 +81,9 @@ def parameter(
 
     start: how it is initialised.
     shard_axis: the axis that tensor parallelism splits; None gives every shard all of it.
-    kv_heads: the parameter is laid out [..., kv_heads, group + 2, head_dim, ...], as `Attend` takes it, and split along
-        the key-value heads. Where there are more shards than these, each is stored several times
-        (`pieces.repeat_kv_heads`).
+    kv_slots: the parameter is laid out [..., kv_heads, group + kv_slots, head_dim, ...], as `Attend` takes it with 2,
+        and split along the key-value heads. Where there are more shards than these, each is stored several times
+        (`pieces.repeat_kv_heads`). 0 for any other parameter.
     suffix: its name in `Model.parameter_names` is its module's name with this appended: "" for the kernel of a
         `Linear` called "mlp.down", whose name is then "mlp.down". None: the module's name, a dot, and its own.
     weights_each: how many of a model's parameters an element stands for: two of 4 bits, none for a scale.
@@ -94,7 +94,7 @@ def parameter(
         start.draw(rngs.params(), shape, dtype),
         start=start,
         shard_axis=shard_axis,
-        kv_heads=kv_heads,
+        kv_slots=kv_slots,
         suffix=suffix,
         weights_each=weights_each,
         of_linear=of_linear,

@@ -107,7 +107,7 @@ class RecurrentLayer(Reader):
         x: jax.Array,
         attend: Attend | Recurrence,
         rotation: tuple[jax.Array, jax.Array] | None = None,
-        norms: tuple[Norm, Norm] | HeadNorms | None = None,
+        norms: tuple[Norm, ...] | HeadNorms | None = None,
         backend: str | None = "xla",
     ) -> PartialSum:
         """[T, hidden] -> [T, hidden]; called as `Attention` is.

@@ -143,10 +143,12 @@ def _place(piece: Piece, tensor: Any, axis: int | None, shards: list[Any], mesh:
 def _init_stored(model: Model, shard: Model, index: int, leaf: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
     """A random weight, drawn as for one device and spread over the mesh."""
     whole = model.abstract_weights[index]
-    copies = shard.config.kv_head_copies if shard.holds_kv_heads[index] else 1
+    copies, slots = shard.kv_head_copies(model)[index], shard.kv_slots[index]
     axis = shard.shard_axes[index]
     times = repeated_scales(model, shard).get(model.parameter_names[index], 1)
-    drawing = _drawing(model.starts[index], whole.shape, whole.dtype, copies, times, axis, leaf.shape, leaf.sharding)
+    drawing = _drawing(
+        model.starts[index], whole.shape, whole.dtype, (copies, slots), times, axis, leaf.shape, leaf.sharding
+    )
     return drawing(init_key(seed, index))
 
 
@@ -155,17 +157,20 @@ def _drawing(
     start: Start,
     shape: tuple[int, ...],
     dtype: jnp.dtype,
-    kv_head_copies: int,
+    kv_heads: tuple[int, int],
     scale_times: int,
     shard_axis: int | None,
     stored_shape: tuple[int, ...],
     sharding: NamedSharding,
 ) -> Callable[[np.ndarray], jax.Array]:
+    """kv_heads: how often each is stored, and `Model.kv_slots`."""
+
     def drawn(key: jax.Array) -> jax.Array:
         weight = draw(key, start, shape, dtype)
-        if kv_head_copies > 1:
+        copies, slots = kv_heads
+        if copies > 1:
             assert shard_axis is not None
-            return repeat_kv_heads(weight, kv_head_copies, shard_axis)
+            return repeat_kv_heads(weight, copies, shard_axis, slots)
         if scale_times > 1:  # the last group may have fewer inputs
             weight = jnp.repeat(weight, scale_times, axis=-1)[..., : stored_shape[-1]]
         return _pad(weight, stored_shape)

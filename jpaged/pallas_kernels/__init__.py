@@ -41,7 +41,7 @@ from jpaged.pallas_kernels.move_blocks.api import copy_blocks, gather_blocks, sc
 from jpaged.pallas_kernels.quantized_grouped_product.api import quantized_grouped_product
 from jpaged.pallas_kernels.ragged_attention.api import ragged_attention
 from jpaged.pallas_kernels.registry import register_backend, register_implementation, unregister_backend
-from jpaged.pallas_kernels.rope_and_write.api import rope_and_write, split_latents, split_qkv
+from jpaged.pallas_kernels.rope_and_write.api import rope_and_write, split_latents, split_qkv, split_queries
 from jpaged.pallas_kernels.round_rows.api import round_rows
 from jpaged.pallas_kernels.round_rows.operands import RoundedRows, Sums
 from jpaged.pallas_kernels.route_tokens.api import route_tokens, route_tokens_backend
@@ -97,6 +97,7 @@ __all__ = [
     "sort_by_expert",
     "split_latents",
     "split_qkv",
+    "split_queries",
     "state_space_dual",
     "unregister_backend",
     "weighted_grouped_product",

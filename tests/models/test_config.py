@@ -147,6 +147,10 @@ def test_an_unknown_architecture_is_answered_with_the_supported_ones() -> None:
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
         ("opt-125m-style", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma4-31b-style", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        ("gemma4-31b-style", {"per_layer_config": {"0": {"sliding_window": 4}}}, "per_layer_config may say head_dim"),
+        ("gemma4-31b-style", {"per_layer_config": {"0": {"head_dim": 8}}}, "equal for all layers of a type"),
+        ("gemma4-e4b-style", {"vocab_size_per_layer_input": 100}, "vocab_size_per_layer_input"),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
         ("mpt", {"attn_config": {"alibi": False}}, "alibi"),
         ("mpt", {"attn_config": {"qk_ln": True}}, "qk_ln"),
@@ -216,6 +220,9 @@ def test_a_number_that_is_left_out_is_said_to_be_the_default_of_its_family() -> 
         ("phi4-mini", {"partial_rotary_factor": 0.1}, "even number"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
         ("gemma2", {"final_logit_softcapping": 0}, "final_logit_softcapping"),
+        ("gemma4-e4b-style", {"num_kv_shared_layers": 3}, "num_kv_shared_layers"),
+        ("gemma4-26b-a4b-style", {"num_global_key_value_heads": 3}, r"num_key_value_heads \(3"),
+        ("gemma4-26b-a4b-style", {"top_k_experts": 9}, "num_experts_per_tok"),
         ("mpt", {"attn_config": "alibi"}, "attn_config"),
         ("granite4-h-micro", {"layer_types": ["mamba"]}, "layer_types must list 3 layers"),
         ("granite4-h-micro", {"mamba_d_head": 24}, "mamba_d_head"),
@@ -247,6 +254,16 @@ def test_a_damaged_list_of_gpt_neos_kinds_of_layers_is_blamed_by_name(said: obje
     sizes = {"vocab_size": 96, "hidden_size": 32, "num_layers": 2, "num_heads": 2}
     with pytest.raises(CheckpointError, match="attention_types must give 'global' or 'local' for 2 layers"):
         ModelConfig.from_dict({"architectures": ["GPTNeoForCausalLM"], "attention_types": said} | sizes)
+
+
+def test_gemma_4s_layers_have_the_heads_and_the_sources_of_their_type() -> None:
+    config = ModelConfig.from_dict(tiny_model("gemma4-e4b-style").config)
+    assert config.layer_sources == (None, None, None, 1, 2)
+    assert [config.of_layer(layer).head_dim for layer in range(5)] == [16, 16, 32, 16, 32]
+    assert [config.inner_size(layer) for layer in range(5)] == [112, 112, 112, 224, 224]
+    split = ModelConfig.from_dict(tiny_model("gemma4-26b-a4b-style").config).shard(2)
+    assert [split.of_layer(layer).num_kv_heads for layer in (0, 2)] == [1, 1]
+    assert [split.of_layer(layer).kv_head_copies for layer in (0, 2)] == [1, 2]
 
 
 def test_the_text_part_of_a_multimodal_gemma_3_is_read_with_what_its_config_leaves_out() -> None:

@@ -25,7 +25,7 @@ def make(inputs: tuple[int, ...], outputs: tuple[int, ...], **options: Any) -> L
     [
         ((6,), (4,), {}, (None, None)),
         ((6,), (4,), {"shard_axis": 1}, (1, 0)),
-        ((6,), (2, 5, 3), {"shard_axis": 1, "kv_heads": True}, (1, 0)),
+        ((6,), (2, 5, 3), {"shard_axis": 1, "kv_slots": 2}, (1, 0)),
         ((6,), (2, 5), {"shard_axis": 2}, (2, 1)),
         ((6,), (4,), {"shard_axis": 0, "outputs_first": True}, (0, 0)),
     ],
@@ -34,7 +34,7 @@ def test_a_product_whose_outputs_may_be_split(inputs: Any, outputs: Any, options
     linear = make(inputs, outputs, bias=True, **options)
     assert linear.bias is not None
     assert (linear.kernel.shard_axis, linear.bias.shard_axis) == axes
-    assert linear.kernel.kv_heads == linear.bias.kv_heads == ("kv_heads" in options)
+    assert linear.kernel.kv_slots == linear.bias.kv_slots == options.get("kv_slots", 0)
     x = RNG.standard_normal((7, *inputs), np.float32)
     kernel = np.asarray(linear.kernel[...]).T if options.get("outputs_first") else np.asarray(linear.kernel[...])
     want = np.tensordot(x, kernel, len(inputs)) + np.asarray(linear.bias[...])

@@ -25,6 +25,7 @@ INTERLEAVED = {"rope_type": "default", "mrope_interleaved": True, "mrope_section
 
 CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "Gemma3": ("gemma3", "gemma3", SIGLIP | {"model_type": "siglip_vision_model"}, {}),
+    "Gemma4": ("gemma4-e4b-style", "gemma4", SIGLIP | {"model_type": "gemma4_vision", "num_key_value_heads": 2}, {}),
     "Mistral3": ("mistral-full", "mistral3", PIXTRAL, {}),
     "Mistral3, of Ministral 3": ("ministral3", "mistral3", PIXTRAL, {}),
     "Qwen2VL": ("qwen2-window", "qwen2_vl", QWEN | {"embed_dim": 32}, {"rope_scaling": MROPE}),

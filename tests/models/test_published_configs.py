@@ -150,6 +150,14 @@ LFM2 = {
     "torch_dtype": "bfloat16",
 }
 
+_GEMMA4 = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "vocab_size": 262144,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "final_logit_softcapping": 30.0,
+    "max_position_embeddings": 131072,
+}
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "granite-4.0-h-tiny": (
         GRANITE_4_H
@@ -238,6 +246,56 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
             "rope_local_base_freq": 10000,
         },
         999_885_952,
+    ),
+    "gemma-4-e2b": (
+        _GEMMA4
+        | {
+            "hidden_size": 1536,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 35,
+            "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "num_kv_shared_layers": 20,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 256,
+            "sliding_window": 512,
+        },
+        4_628_569_379,
+    ),
+    "gemma-4-31b": (
+        _GEMMA4
+        | {
+            "hidden_size": 5376,
+            "intermediate_size": 21504,
+            "num_hidden_layers": 60,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "num_global_key_value_heads": 4,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "sliding_window": 1024,
+        },
+        30_697_345_340,
+    ),
+    "gemma-4-26b-a4b": (
+        _GEMMA4
+        | {
+            "hidden_size": 2816,
+            "intermediate_size": 2112,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "sliding_window": 1024,
+            "enable_moe_block": True,
+            "num_experts": 128,
+            "top_k_experts": 8,
+            "moe_intermediate_size": 704,
+        },
+        25_233_141_790,
     ),
     "phi-4-mini": (
         {

@@ -6,6 +6,7 @@ A program of its own: the CUDA compiler must be found before JAX starts. `test_h
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,13 @@ from tests.support.h200_compile import compile_for_h200, h200_mesh  # isort: ski
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jpaged import pallas_kernels as ops
+from jpaged.executor.cache.paged import PagedCache
+from jpaged.executor.cache.spec import LayerCache
+from jpaged.executor.config import ExecutorConfig
 from jpaged.models.experts import ClampedSwiGLU, mix
 from jpaged.models.grouped_linear import PlainProduct
 
@@ -41,6 +46,31 @@ def experts_of_gpt_oss(x: Any, gate_up: Any, down: Any, experts: Any, weights: A
     options = {"activation": ClampedSwiGLU(), "backend": "hopper", "biases": biases}
     products = PlainProduct(gate_up), PlainProduct(down)
     return mix(x, products, gate_up.shape[0], experts, weights, **options)
+
+
+def two_sizes_of_heads() -> tuple[str, Any, tuple[Any, ...], bool]:
+    """A decode step's attention as of Gemma 4, in one pool: heads of 256 columns with a window, and of 512 without,
+    which XLA reads; and a layer of each kind that reads what another wrote."""
+    small = LayerCache(kv_heads=2, head_dim=256, dtype=np.dtype(jnp.bfloat16), window=512)
+    large = replace(small, head_dim=512, window=None)
+    spec = (small, small, large, replace(small, source=1), replace(large, source=2))
+    sizes: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 4096, "block_size": 16, "num_blocks": 4096}
+    config = ExecutorConfig(**sizes, decode_buckets=(16,), token_buckets=(256,), kernel_backend="hopper,xla")
+    cache = PagedCache(spec, config)
+
+    def step(pools: Any, tables: Any, positions: Any, active: Any, projected: Any) -> Any:
+        layers, outputs = cache.decode_layers(pools, tables, positions, active), []
+        for i, (qkv, layer) in enumerate(zip(projected, spec, strict=True)):
+            attend, half = layers[i], (16, layer.head_dim // 2)
+            options: dict[str, Any] = {"norms": None, "norm_eps": 0.0, "scale": 1.0, "sliding_window": layer.window}
+            outputs.append(attend(qkv, rotation=(jnp.ones(half), jnp.zeros(half)), **options))
+            layers[i] = attend
+        return layers.pools, outputs
+
+    slots = [4 if layer.source is not None else 6 for layer in spec]
+    projected = [Shape((16, 2, n, layer.head_dim), jnp.bfloat16) for n, layer in zip(slots, spec, strict=True)]
+    arguments = (cache.pools, ids(16, 2, config.max_blocks_per_seq), ids(16), Shape((16,), jnp.bool_), projected)
+    return "heads of two sizes in one pool", step, arguments, True
 
 
 def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
@@ -164,6 +194,7 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
         yield f"round_rows 32 x {depth} {what}", partial(rounded, options), arguments, False
     yield "write_kv in XLA", partial(ops.write_kv, backend="xla"), (pool, new, new, ids(256)), True
     yield "copy_blocks in XLA", partial(ops.copy_blocks, backend="xla"), (pools, ids(8), ids(8)), True
+    yield two_sizes_of_heads()
 
 
 def all_reduces() -> Iterator[tuple[str, Any, tuple[Any, ...], Any]]:

@@ -243,14 +243,18 @@ def test_gpus_since_ampere_but_hopper_take_triton_s_kernels(monkeypatch: pytest.
 
 @needs_triton
 @needs_mosaic
-def test_on_hopper_triton_s_kernels_stand_in_for_latents_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_hopper_triton_s_kernels_stand_in_for_latents_and_large_heads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "default_device", lambda: HOPPER)
     latents = jax.ShapeDtypeStruct((9, 1, 1, 16, 576), jnp.bfloat16)
     of_latents = (jax.ShapeDtypeStruct((3, 16, 576), jnp.bfloat16), latents, 512)
-    wide = (jax.ShapeDtypeStruct((3, 4, 160), jnp.bfloat16), jax.ShapeDtypeStruct((9, 2, 2, 16, 160), jnp.bfloat16))
+    wide, large = (
+        (jax.ShapeDtypeStruct((3, 4, dim), jnp.bfloat16), jax.ShapeDtypeStruct((9, 2, 2, 16, dim), jnp.bfloat16))
+        for dim in (160, 512)
+    )
     for name in ("decode_attention", "ragged_attention"):
         op = registry._OPS[name]
         assert op.pick(None, *of_latents).backend == "triton"
+        assert op.pick(None, *large).backend == "triton"
         assert op.pick(None, *SHAPES).backend == "hopper"
         with pytest.raises(ValueError, match="it takes keys and values apart"):
             op.pick("hopper", *of_latents)

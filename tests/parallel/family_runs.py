@@ -29,6 +29,7 @@ UNSPLIT |= {
     "glm4.5-air-style",
     "granite4-experts",
     "granite-moe",
+    "gemma4-31b-style",
 }
 UNSPLIT |= {
     "llama4-maverick-style",
@@ -50,6 +51,7 @@ FOUR_ONLY = {"qwen3.5", "gemma3", "olmo3", "granite4-rope", "granite4-h-all-opti
 FOUR_ONLY |= {"falcon-40b-style", "falcon-rw-style", "pythia", "gptj", "bloom", "mpt"}
 FOUR_ONLY |= {"olmo2", "exaone4-32b-style", "granite", "granite4-h-micro", "lfm2-1.2b-style", "nemotron-h-8b-style"}
 FOUR_ONLY |= {"glm4", "command-r-plus", "stablelm-12b-style", "starcoder2", "smollm3", "hunyuan-a13b-style"}
+FOUR_ONLY |= {"gemma4-e4b-style", "gemma4-26b-a4b-style"}
 FOUR_ONLY |= {"trinity-style", "minimax-m2", "glm4.5-style", "ernie4.5-moe"}
 """Models that are split over four devices and, without `ALL_DEGREES`, not over two: another of their family or of their
 blocks is, or two differ from four in nothing, since no key-value head is stored more than once."""

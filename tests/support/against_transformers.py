@@ -13,6 +13,8 @@ from tests.tiny_models import TINY_ENGINE, model_class
 
 TOKENS = 40
 TOLERANCE = 1e-4
+_BUFFERS = ("e_score_correction_bias", "expert_bias", "layer_scalar")
+"""What names of buffers that checkpoints have end with."""
 
 
 class Refused(Exception):
@@ -44,7 +46,7 @@ def torch_model(config: Config, seed: int) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in [*model.named_parameters(), *model.named_buffers()]:
-            if name in dict(model.named_buffers()) and not name.endswith(("e_score_correction_bias", "expert_bias")):
+            if name in dict(model.named_buffers()) and not name.endswith(_BUFFERS):
                 continue
             values = torch.randn(weight.shape, generator=generator)
             if name.endswith("A_log"):

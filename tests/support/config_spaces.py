@@ -179,6 +179,36 @@ def layer_kinds(*, default: float = 0.5, pattern: str = "") -> Callable[[random.
     return add
 
 
+def _gemma4(chance: random.Random, config: Config) -> None:
+    """Kinds of layers, their heads and rotations, and how many read the keys and values of others."""
+    count, full, sliding = config["num_hidden_layers"], "full_attention", "sliding_attention"
+    kinds = [sliding] * (count - 1) + [full]
+    if chance.random() < 0.7:
+        kinds = config["layer_types"] = [*(chance.choice((full, sliding)) for _ in range(count - 1)), full]
+    if chance.random() < 0.9:
+        config["global_head_dim"] = chance.choice((head_dim_of(config), 2 * head_dim_of(config), 32))
+    heads = config["num_attention_heads"]
+    if chance.random() < 0.5:
+        config["num_global_key_value_heads"] = chance.choice([n for n in range(1, heads + 1) if heads % n == 0])
+    most = max(shared for shared in range(count) if {*kinds[: count - shared]} == {*kinds})
+    if chance.random() < 0.6:
+        config["num_kv_shared_layers"] = chance.randint(0, most)
+    if chance.random() < 0.5:
+        theta, fraction = chance.choice((100.0, 1e6)), chance.choice((0.25, 0.5, 1.0))
+        whole = {"rope_type": "proportional", "partial_rotary_factor": fraction, "rope_theta": theta}
+        config["rope_parameters"] = {sliding: {"rope_type": "default", "rope_theta": 1000.0}, full: whole}
+
+
+def _gemma4_parts(chance: random.Random, config: Config) -> None:
+    """Inputs of layers, and experts beside MLPs."""
+    config["hidden_size_per_layer_input"] = chance.choice((0, 4, 12))
+    config["vocab_size_per_layer_input"] = config["vocab_size"] + chance.choice((0, 3))
+    if chance.random() < 0.4:
+        config |= {"enable_moe_block": True, "moe_intermediate_size": 24}
+        config["num_experts"] = chance.choice((2, 5, 8))
+        config["top_k_experts"] = chance.randint(1, 2)
+
+
 def _no_windows_of_nothing(chance: random.Random, config: Config) -> None:
     """Of Qwen2-MoE: layers that are to have windows, where windows are switched off, see nothing in transformers."""
     if not config.get("use_sliding_window"):
@@ -506,6 +536,18 @@ _WINDOWS: dict[str, tuple[Any, ...]] = {
     "sliding_window": (..., None, *WINDOW),
     "max_window_layers": (..., 0, 1, 2),
 }
+_GEMMA4: dict[str, tuple[Any, ...]] = {
+    "hidden_activation": (..., "gelu_pytorch_tanh", "silu"),
+    "use_bidirectional_attention": (..., None, "vision", "vision", "vision", "all"),
+    "rms_norm_eps": EPS,
+    "attention_bias": FLAG,
+    "attention_k_eq_v": FLAG,
+    "use_double_wide_mlp": FLAG,
+    "final_logit_softcapping": (..., None, 8.0),
+    "sliding_window": (..., *WINDOW),
+    "pad_token_id": (0,),
+}
+
 _GRANITE: dict[str, tuple[Any, ...]] = _QWEN | {
     "attention_bias": FLAG,
     "attention_multiplier": (..., 0.1, 1),
@@ -664,6 +706,10 @@ SPACES: dict[str, Space] = {
             "sliding_window": (..., *WINDOW),
         },
         (sizes(dim="always"), by_kind("rope_local_base_freq"), layer_kinds(pattern="sliding_window_pattern")),
+    ),
+    "gemma4": Space(*("Gemma4ForCausalLM", "gemma4_text", _GEMMA4), (sizes(dim="always"), _gemma4, _gemma4_parts)),
+    "gemma4_unified": Space(
+        *("Gemma4UnifiedForCausalLM", "gemma4_unified_text", _GEMMA4), (sizes(dim="always"), _gemma4)
     ),
     "phi3": Space(
         "Phi3ForCausalLM",

@@ -2,6 +2,7 @@
 
     pool    num_arrays arrays, each [num_blocks, 2 (K, V), kv_heads, block_size, head_dim]; block 0 is the null block.
             Of latents, whose values are columns of their keys: [num_blocks, 1, kv_heads, block_size, head_dim]
+            A layer with smaller tokens has a part of each block: for it the array is [num_blocks * parts, 2, ...]
     tables  [slots, groups, max_blocks_per_seq]: where a slot's tokens are, for each group of layers (`groups.py`)
 
 Whoever needs to know how the cache is laid out asks here: programs for the attention of each layer, the memory plan for
@@ -42,6 +43,7 @@ from jpaged.pallas_kernels import (
     scatter_blocks,
     shared_prefix_attention,
     split_latents,
+    split_queries,
     write_kv,
 )
 
@@ -96,10 +98,17 @@ class PagedCache:
     def groups(self) -> tuple[CacheGroup, ...]:
         return self.grouping.groups
 
+    @cached_property
+    def whole(self) -> LayerCache:
+        """What an array keeps, as if that were one layer's."""
+        places = zip(self.grouping.places, self.spec, strict=True)
+        place, layer = min(places, key=lambda both: both[0].parts)
+        return replace(layer, kv_heads=layer.kv_heads * place.parts)
+
     @property
     def pools(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the arrays."""
-        layer, config = self.spec[0], self.config
+        layer, config = self.whole, self.config
         shape = (config.num_blocks, *layer.block(config.block_size))
         return (jax.ShapeDtypeStruct(shape, layer.dtype),) * self.grouping.num_arrays
 
@@ -193,14 +202,15 @@ class PagedCache:
 
     def _layers(self, pools: Pools, written: Written, read: Read) -> "Layers":
         @cache  # layers that keep their tokens alike share what is computed for it
-        def attention(group: int, layer: int, kept: LayerCache) -> PagedAttention:
-            return self._attention(Place(group, layer), pools, written, read, kept)
+        def attention(place: Place, kept: LayerCache) -> PagedAttention:
+            return self._attention(place, pools, written, read, kept)
 
-        places = self.grouping.places
-        of_layers = [
-            attention(place.group, self._layer(place), kept) for place, kept in zip(places, self.spec, strict=True)
-        ]
-        return self._layers_type(pools, of_layers, [self._array(place) for place in places])
+        of_layers, arrays, shapes = [], [], []
+        for place, kept in zip(self.grouping.places, self.spec, strict=True):
+            of_layers.append(attention(place._replace(array=self._layer(place)), kept))
+            arrays.append(self._array(place))
+            shapes.append((pools[0].shape[0] * place.parts, *kept.block(self._kernel_block_size)))
+        return self._layers_type(pools, of_layers, arrays, shapes)
 
     @property
     def _layers_type(self) -> "type[Layers]":
@@ -223,6 +233,7 @@ class PagedCache:
             self.config.kernel_backend,
             kept.scales,
             kept.chunked,
+            kept.source is not None,
         )
 
     def _of_chunks(self, read: Read, chunk: int, tokens: int) -> Read:
@@ -246,8 +257,8 @@ class PagedCache:
         return self.config.block_size
 
     def _kernel_table(self, place: Place, tables: Tables) -> Int[Array, "rows blocks"]:
-        """A layer's blocks, as kernels number them."""
-        return tables[:, place.group]
+        """A layer's blocks, as kernels number them; the null block's part is of the null block."""
+        return tables[:, place.group] * place.parts + place.part
 
     def _array(self, place: Place) -> int:
         """Which array a layer uses."""
@@ -285,6 +296,7 @@ class PagedAttention:
     scales: what keys and what values are divided by before they are rounded to e4m3.
     chunked: queries see their own chunk alone, of `window` tokens; `block_tables`, `kv_lens` and `mixed` are those of
         rows that were cut at chunks (`chunks.py`).
+    reads_only: the layer reads what another wrote; a call gets queries alone, and writes nothing.
 
     Raises, when called:
         UnsupportedModelError: the layer attends by another window than its entry in `layer_windows`, or by chunks
@@ -301,6 +313,7 @@ class PagedAttention:
     backend: str | None = field(metadata={"static": True})
     scales: tuple[float, float] = field(default=(1.0, 1.0), metadata={"static": True})
     chunked: bool = field(default=False, metadata={"static": True})
+    reads_only: bool = field(default=False, metadata={"static": True})
 
     def __call__(
         self,
@@ -323,16 +336,21 @@ class PagedAttention:
                 return self._attend_expanded(q, latents[:, 0], expansion, features["scale"])
             return self._attend(q, sliding_window, features)
         scaled = self.scales != (1.0, 1.0)
-        q, self.pool = rope_and_write(
-            self.pool,
-            qkv,
-            self.mapping,
-            rotation=rotation,
-            norms=norms,
-            norm_eps=norm_eps,
-            kv_scales=jnp.asarray(self.scales, jnp.float32) if scaled else None,
-            backend=backend,
-        )
+        if self.reads_only:
+            assert not isinstance(qkv, Sums)
+            assert norms is None
+            q = split_queries(qkv, rotation=rotation)
+        else:
+            q, self.pool = rope_and_write(
+                self.pool,
+                qkv,
+                self.mapping,
+                rotation=rotation,
+                norms=norms,
+                norm_eps=norm_eps,
+                kv_scales=jnp.asarray(self.scales, jnp.float32) if scaled else None,
+                backend=backend,
+            )
         if not scaled:
             return self._attend(q, sliding_window, features)
         of_keys, of_values = self.scales  # of all keys and values alike, so that queries and outputs take them
@@ -374,7 +392,8 @@ class PagedAttention:
         self._check_window(features.get("sliding_window"), features.pop("chunked", False))
         if self.chunked:
             features["sliding_window"] = None
-        self.pool = write_kv(self.pool, asked.k, asked.v, self.mapping, backend=self.backend)
+        if not self.reads_only:
+            self.pool = write_kv(self.pool, asked.k, asked.v, self.mapping, backend=self.backend)
         paged = (self.pool, self.block_tables, self.kv_lens)
         return invariant_attention(asked.q, *paged, self.mixed[0], backend=self.backend, **features)
 
@@ -395,10 +414,17 @@ class Layers(list[PagedAttention]):
         pools: the arrays, as of the last layer that was put back.
     """
 
-    def __init__(self, pools: Pools, of_layers: Sequence[PagedAttention], arrays: Sequence[int]) -> None:
-        """of_layers: the attention of each layer, with any `pool`. arrays: of `pools`, the one that each layer uses."""
+    def __init__(
+        self,
+        pools: Pools,
+        of_layers: Sequence[PagedAttention],
+        arrays: Sequence[int],
+        shapes: Sequence[tuple[int, ...]],
+    ) -> None:
+        """of_layers: the attention of each layer, with any `pool`. arrays: of `pools`, the one that each layer uses.
+        shapes: of that array, as each layer sees it."""
         super().__init__(of_layers)
-        self._arrays = list(arrays)
+        self._arrays, self._shapes = list(arrays), list(shapes)
         self._pools = list(pools)
 
     @property
@@ -406,10 +432,19 @@ class Layers(list[PagedAttention]):
         return tuple(self._pools)
 
     def __getitem__(self, layer: SupportsIndex) -> PagedAttention:  # type: ignore[override]  # one layer at a time
-        return replace(super().__getitem__(layer), pool=self._pools[self._arrays[layer]])
+        return replace(super().__getitem__(layer), pool=self._seen(self._pools[self._arrays[layer]], layer))
 
     def __setitem__(self, layer: SupportsIndex, attention: PagedAttention) -> None:  # type: ignore[override]
-        self._pools[self._arrays[layer]] = attention.pool
+        array = self._arrays[layer]
+        self._pools[array] = self._put_back(attention.pool, self._pools[array])
+
+    def _seen(self, pool: Any, layer: SupportsIndex) -> Any:
+        """An array as a layer sees it; in memory it is the same."""
+        return pool.reshape(self._shapes[layer])
+
+    def _put_back(self, pool: Any, array: Any) -> Any:
+        """Undoes `_seen`. array: what it was made of."""
+        return pool.reshape(array.shape)
 
     def attend_rows(self, asked: row_tiles.Attention) -> jax.Array:
         """For `row_tiles.forward_in_row_tiles`."""

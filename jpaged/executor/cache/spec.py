@@ -25,6 +25,8 @@ class LayerCache:
         sequence's first token on.
     value_dim: values are the first so many columns of keys; None where they are kept apart, as wide as keys.
     scales: what keys and what values are divided by before they are rounded to e4m3.
+    source: it keeps nothing, and reads what an earlier layer keeps: that layer's place among those of a `TokenSpec`.
+        The other fields are that layer's. None: it keeps its own.
     """
 
     kv_heads: int
@@ -34,6 +36,7 @@ class LayerCache:
     value_dim: int | None = None
     scales: tuple[float, float] = (1.0, 1.0)
     chunked: bool = False
+    source: int | None = None
 
     @property
     def arrays(self) -> int:
@@ -57,7 +60,7 @@ CacheSpec = tuple[LayerCache | StateCache, ...]
 """What each layer keeps, from the first layer to the last."""
 
 TokenSpec = tuple[LayerCache, ...]
-"""Likewise, of the layers that keep tokens."""
+"""Likewise, of the layers that keep tokens, or read those of another."""
 
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -70,25 +73,29 @@ def cache_spec(model: Model, kv_scales: tuple[tuple[float, float], ...] | None =
     """
     config, plain = model.config, np.dtype(model.dtype)
     dtype = plain if kv_scales is None else FP8
-    scales = kv_scales or ((1.0, 1.0),) * len(config.layer_windows)
-    return tuple(
-        LayerCache(
-            config.num_kv_heads,
-            config.head_dim,
+    scales = kv_scales or ((1.0, 1.0),) * config.num_layers
+
+    def kept(layer: int) -> LayerCache | StateCache:
+        state, source, window = config.layer_states[layer], config.layer_sources[layer], config.layer_windows[layer]
+        if state is not None:
+            return StateCache(state, plain)
+        of_layer = config.of_layer(layer)
+        return LayerCache(
+            of_layer.num_kv_heads,
+            of_layer.head_dim,
             dtype,
             window,
             config.value_dim,
-            of_layer,
+            scales[layer if source is None else source],
             chunked=config.chunked_windows and window is not None,
+            source=None if source is None else config.layer_states[:source].count(None),
         )
-        if state is None
-        else StateCache(state, plain)
-        for window, state, of_layer in zip(config.layer_windows, config.layer_states, scales, strict=True)
-    )
+
+    return tuple(map(kept, range(config.num_layers)))
 
 
 def token_layers(spec: CacheSpec) -> TokenSpec:
-    """The layers that keep tokens, in their order."""
+    """The layers that keep tokens, or read those of another, in their order."""
     return tuple(layer for layer in spec if isinstance(layer, LayerCache))
 
 

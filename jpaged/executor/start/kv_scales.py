@@ -26,8 +26,7 @@ def kv_scales_of(args: EngineArgs, shard: Model, mesh: DeviceMesh, directory: Pa
         CheckpointError: as `read_kv_scales` and `calibrated_scales`.
     """
     if given is None:
-        keeps = [state is None for state in shard.config.layer_states]
-        return read_kv_scales(args.load_format, directory, keeps)
+        return read_kv_scales(args.load_format, directory, shard.config.layer_keeps_tokens)
     weights = given
 
     def largest(weights: Weights, tokens: jax.Array) -> jax.Array:

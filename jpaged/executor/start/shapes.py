@@ -206,7 +206,7 @@ def cut_into_pages(config: ExecutorConfig, args: EngineArgs, shard: Model, devic
             " kv_cache_layout='paged'."
         )
     is_cpu = device.platform == "cpu"
-    layer, is_contiguous = cache.spec[0], config.contiguous_backend is not None
+    layer, is_contiguous = cache.whole, config.contiguous_backend is not None
     block_size = 1 if is_contiguous else args.block_size
     block_bytes = kernel_block_bytes(layer, block_size) // (2 if is_contiguous else 1)
     granularity = MemfdDriver.granularity if is_cpu else CudaDriver(int(device.local_hardware_id or 0)).granularity

@@ -11,6 +11,7 @@ from jpaged.models.families.exaone4 import Exaone4Family
 from jpaged.models.families.falcon import FalconFamily
 from jpaged.models.families.falcon_h1 import FalconH1Family
 from jpaged.models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from jpaged.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from jpaged.models.families.glm import GLM, GLM4
 from jpaged.models.families.gpt2 import GPT2Family, GPTBigCodeFamily, GPTNeoFamily
 from jpaged.models.families.gpt_neox import GPTNeoXFamily
@@ -109,6 +110,12 @@ _GEMMA3 = About(
     "270M, 1B, 4B, 12B, 27B; MedGemma; of multimodal checkpoints the text part",
     "as Gemma; norms before and after, of queries and keys; windows in five layers of six, with a RoPE of their own",
 )
+_GEMMA4 = About(
+    "Gemma 4",
+    "E2B, E4B, 31B, 26B-A4B; of multimodal checkpoints the text part",
+    "as Gemma 3; heads of two sizes; embeddings for each layer, layers that share keys and values; K = V; experts",
+)
+_GEMMA4_UNIFIED = About("Gemma 4 unified", "12B: the text part", "as Gemma 4 31B")
 _PHI = About(
     "Phi-1, Phi-2",
     "Phi-1, Phi-1.5, Phi-2",
@@ -301,6 +308,10 @@ register("GemmaForCausalLM", GEMMA, _GEMMA)
 register("Gemma2ForCausalLM", GEMMA2, _GEMMA2)
 register("Gemma3ForCausalLM", GEMMA3, _GEMMA3)
 register("Gemma3ForConditionalGeneration", GEMMA3, _GEMMA3)
+register("Gemma4ForCausalLM", GEMMA4, _GEMMA4)
+register("Gemma4ForConditionalGeneration", GEMMA4, _GEMMA4)
+register("Gemma4UnifiedForCausalLM", GEMMA4_UNIFIED, _GEMMA4_UNIFIED)
+register("Gemma4UnifiedForConditionalGeneration", GEMMA4_UNIFIED, _GEMMA4_UNIFIED)
 register("PhiForCausalLM", PhiFamily(), _PHI)
 register("Phi3ForCausalLM", Phi3Family(), _PHI3)
 register("PhimoeForCausalLM", PhimoeFamily(), _PHIMOE)

@@ -31,7 +31,7 @@ class RotatedFirst(Attention):
         x: Any,
         attend: Attend,
         rotation: tuple[jax.Array, jax.Array] | None = None,
-        norms: tuple[Norm, Norm] | HeadNorms | None = None,
+        norms: tuple[Norm, ...] | HeadNorms | None = None,
         backend: str | None = "xla",
         temperature: jax.Array | None = None,
     ) -> PartialSum:

@@ -26,8 +26,8 @@ from jpaged.models.loading.pieces import Part, Piece, repeat_kv_heads
 class Layout:
     """How an array becomes what is written into a parameter; fields as of `Piece`.
 
-    kv_head_copies: of a whole parameter with key-value heads: how often the shards hold each (`repeat_kv_heads`).
-    kv_head_axis: where in it the heads are.
+    kv_head_copies, kv_head_axis, kv_slots: of a whole parameter with key-value heads: how often the shards hold each,
+        where in it the heads are, and slots behind those of the queries (`repeat_kv_heads`).
     """
 
     split: tuple[int, ...]
@@ -39,6 +39,7 @@ class Layout:
     part: Part | None = None
     kv_head_copies: int = 1
     kv_head_axis: int = 0
+    kv_slots: int = 0
 
     @classmethod
     def of_piece(cls, piece: Piece) -> "Layout":
@@ -48,10 +49,14 @@ class Layout:
         )
 
     @classmethod
-    def of_parameter(cls, shape: tuple[int, ...], kv_head_copies: int = 1, kv_head_axis: int = 0) -> "Layout":
+    def of_parameter(
+        cls, shape: tuple[int, ...], kv_head_copies: int = 1, kv_head_axis: int = 0, kv_slots: int = 0
+    ) -> "Layout":
         """Of a whole parameter, given as the model has it."""
-        axis = kv_head_axis if kv_head_copies > 1 else 0
-        return cls(shape, tuple(range(len(shape))), kv_head_copies=kv_head_copies, kv_head_axis=axis)
+        axes = tuple(range(len(shape)))
+        if kv_head_copies == 1:
+            return cls(shape, axes)
+        return cls(shape, axes, kv_head_copies=kv_head_copies, kv_head_axis=kv_head_axis, kv_slots=kv_slots)
 
     def apply(self, tensor: jax.Array) -> jax.Array:
         """The array in the parameter's layout; traced."""
@@ -62,7 +67,9 @@ class Layout:
         if self.copies > 1:
             piece = jnp.repeat(piece, self.copies, self.copied_axis)
         piece = piece.transpose(self.axes)
-        return piece if self.kv_head_copies == 1 else repeat_kv_heads(piece, self.kv_head_copies, self.kv_head_axis)
+        if self.kv_head_copies == 1:
+            return piece
+        return repeat_kv_heads(piece, self.kv_head_copies, self.kv_head_axis, self.kv_slots)
 
 
 @dataclass(frozen=True)

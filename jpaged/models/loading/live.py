@@ -286,11 +286,11 @@ class WeightUpdater:
             raise InvalidParameterError(
                 f"form must be 'huggingface', 'parameters', 'state' or 'module', got {shown(form)}."
             )
-        copies = self._shard.config.kv_head_copies
+        copies = self._shard.kv_head_copies(self._model)
         weights = [
-            _whole(array, leaf.shape, copies if by_head else 1)
-            for array, leaf, by_head in zip(
-                weights, self._model.abstract_weights, self._model.holds_kv_heads, strict=True
+            _whole(array, leaf.shape, times, slots)
+            for array, leaf, times, slots in zip(
+                weights, self._model.abstract_weights, copies, self._model.kv_slots, strict=True
             )
         ]
         if form == "huggingface":
@@ -364,14 +364,20 @@ class WeightUpdater:
             for name, leaf in zip(self._plain.parameter_names, self._plain.abstract_weights, strict=True)
         }
 
+    @cached_property
+    def _kv_head_copies(self) -> tuple[int, ...]:
+        return self._shard.kv_head_copies(self._model)
+
     def _place_of_parameter(self, name: str, shape: tuple[int, ...]) -> Place:
         """shape: that the parameter has where it is not quantized."""
         index, layout = self._positions[name], self._model.quantized.get(name)
-        copies = self._shard.config.kv_head_copies if self._model.holds_kv_heads[index] else 1
+        copies, slots = self._kv_head_copies[index], self._model.kv_slots[index]
         if layout is None:
-            return Place(index, Layout.of_parameter(shape, copies, len(shape) - 3), (0,) * len(shape))
+            return Place(index, Layout.of_parameter(shape, copies, len(shape) - 3, slots), (0,) * len(shape))
         rows = layout.rows
-        values, scales = (Layout.of_parameter((*rows, size), copies, len(rows) - 3) for size in (layout.input_size, 1))
+        values, scales = (
+            Layout.of_parameter((*rows, size), copies, len(rows) - 3, slots) for size in (layout.input_size, 1)
+        )
         rounding = Rounding(row_order_of_kernel(shape, layout), self._positions[f"{name}_scale"], scales)
         return Place(index, values, (0,) * (len(rows) + 1), rounding)
 
@@ -437,10 +443,10 @@ def _sharding_of_tensors(parameter: jax.Array, mesh: Mesh | None) -> Sharding:
     return parameter.sharding if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
-def _whole(array: jax.Array, shape: tuple[int, ...], kv_head_copies: int) -> jax.Array:
+def _whole(array: jax.Array, shape: tuple[int, ...], kv_head_copies: int, kv_slots: int) -> jax.Array:
     """A parameter without the padding and the copies of key-value heads that shards have."""
     if kv_head_copies > 1:
-        return single_kv_heads(array, kv_head_copies)
+        return single_kv_heads(array, kv_head_copies, kv_slots)
     return array if array.shape == shape else array[tuple(slice(0, size) for size in shape)]
 
 

@@ -158,14 +158,19 @@ def _load(
         if is_online:
             kept = {name: leaf for name, leaf in kept.items() if name not in model.quantized}
         repeated = {} if mesh is None else repeated_scales(model, shard)
-        targets = {name: _target(model, shard, name, leaf, repeated.get(name, 1), mesh) for name, leaf in kept.items()}
+        copies = dict(zip(model.parameter_names, shard.kv_head_copies(model), strict=True))
+        targets = {
+            name: _target(model, name, leaf, copies[name], repeated.get(name, 1), mesh) for name, leaf in kept.items()
+        }
         for name, array in tree.read(targets).items():
             if name.endswith(_SCALES) and model.quantized and not is_online:
                 _check_scales(tree, name, array)
             found[name] = targets[name].finish(array)
         for names in tree.together(model.quantized) if is_online else ():
             leaves = {name: (by_name[name], by_name[f"{name}_scale"]) for name in names}
-            targets = {name: _plain_target(tree, model, shard, name, leaves[name], mesh) for name in names}
+            targets = {
+                name: _plain_target(tree, model, shard, name, leaves[name], copies[name], mesh) for name in names
+            }
             for name, array in tree.read(targets).items():
                 found[name], found[f"{name}_scale"] = targets[name].finish(array)
                 if not bool(jnp.all(jnp.isfinite(found[f"{name}_scale"]))):
@@ -186,16 +191,18 @@ class _Target:
 
 
 def _target(
-    model: Model, shard: Model, name: str, leaf: jax.ShapeDtypeStruct, scale_times: int, mesh: Mesh | None
+    model: Model, name: str, leaf: jax.ShapeDtypeStruct, kv_head_copies: int, scale_times: int, mesh: Mesh | None
 ) -> _Target:
-    """leaf: as it is wanted. scale_times: as of `repeated_scales`."""
+    """leaf: as it is wanted. kv_head_copies: as of `Model`. scale_times: as of `repeated_scales`."""
     index = model.parameter_names.index(name)
-    whole, axis, copies = model.abstract_weights[index], model.shard_axes[index], shard.config.kv_head_copies
+    whole, axis, slots = model.abstract_weights[index], model.shard_axes[index], model.kv_slots[index]
     if mesh is None:
         return _Target(leaf.sharding, None, leaf.dtype)
-    if copies > 1 and model.holds_kv_heads[index] and axis is not None:
+    if kv_head_copies > 1:
+        assert axis is not None  # what is laid out by key-value head is split by it
         # Shards that share key-value heads read them together; who gets which is settled below.
-        repeat = jax.jit(partial(repeat_kv_heads, copies=copies, axis=axis), out_shardings=leaf.sharding)
+        repeated = partial(repeat_kv_heads, copies=kv_head_copies, axis=axis, shared=slots)
+        repeat = jax.jit(repeated, out_shardings=leaf.sharding)
         return _Target(_grouped(mesh, whole.shape, axis), None, leaf.dtype, repeat)
     if scale_times > 1:
         repeat = jax.jit(partial(_repeated, times=scale_times, shape=leaf.shape), out_shardings=leaf.sharding)
@@ -214,10 +221,12 @@ def _plain_target(
     shard: Model,
     name: str,
     leaves: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct],
+    kv_head_copies: int,
     mesh: Mesh | None,
 ) -> _Target:
-    """How a parameter is read that is quantized then. leaves: what is wanted, values and scales."""
-    scheme, layout, copies = model.config.quantization, model.quantized[name], 1
+    """How a parameter is read that is quantized then. leaves: what is wanted, values and scales. kv_head_copies: as of
+    `Model`."""
+    scheme, layout = model.config.quantization, model.quantized[name]
     assert scheme is not None
     shape, sharding, padded, axis = tree.shapes[name], leaves[0].sharding, None, layout.shard_axis
     if mesh is not None:
@@ -225,11 +234,12 @@ def _plain_target(
         wanted = tuple(size * (mesh.size if i == axis else 1) for i, size in enumerate(part))
         (over,) = mesh.axis_names
         sharding = NamedSharding(mesh, PartitionSpec(*(over if i == axis else None for i in range(len(part)))))
-        if layout.kv_heads and axis is not None and shard.config.kv_head_copies > 1:
-            copies, sharding = shard.config.kv_head_copies, _grouped(mesh, shape, axis)
+        if kv_head_copies > 1:
+            assert axis is not None  # as above
+            sharding = _grouped(mesh, shape, axis)
         elif wanted != shape:
             padded = wanted
-    return _Target(sharding, padded, tree.float_type(name), _rounding(scheme, layout, copies, leaves))
+    return _Target(sharding, padded, tree.float_type(name), _rounding(scheme, layout, kv_head_copies, leaves))
 
 
 @cache  # one program for all layers
@@ -241,7 +251,7 @@ def _rounding(
     def rounded(weight: jax.Array) -> list[jax.Array]:
         if kv_head_copies > 1:
             assert layout.shard_axis is not None
-            weight = repeat_kv_heads(weight, kv_head_copies, layout.shard_axis)
+            weight = repeat_kv_heads(weight, kv_head_copies, layout.shard_axis, layout.kv_slots)
         parts = scheme.rounded(weight, row_order_of_kernel(weight.shape, layout))
         return [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
 

@@ -226,14 +226,18 @@ def separate_qkv(
     bias: bool,
     order: tuple[int, ...] = (),
     gated: bool = False,
+    values: bool = True,
 ) -> Iterator[Piece]:
     """q_proj, k_proj and v_proj, torch linear layers, into `Attention`'s qkv.
 
     order: of the columns of queries and keys (`Rope.column_order`).
     gated: in q_proj each head's query is followed by its gate, for `Attention`'s gate.
+    values: there is a v_proj; False where `keys_are_values`.
     """
     hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
     for name, split, slot, copies in _qkv_parts(config):
+        if name == "v" and not values:
+            continue
         tensor, reorder = f"{prefix}.{name}_proj", () if name == "v" else order
         part = Part((*split[:2], 2, dim), 2, 0, 1) if gated and name == "q" else None
         yield from _projection(tensor, f"{parameter}.qkv", hidden, split, slot, copies, reorder, part, bias=bias)
@@ -245,6 +249,21 @@ def separate_qkv(
         if bias:
             of_bias = Part((heads, 2, dim), 1, 1, 1)
             yield Piece(f"{prefix}.q_proj.bias", (rows,), f"{gate}_bias", split[:2], (0, 1), part=of_bias)
+
+
+def query_projection(
+    prefix: str, parameter: str, config: AttentionShape, *, bias: bool, order: tuple[int, ...] = ()
+) -> Iterator[Piece]:
+    """A torch linear layer of queries into `Attention`'s queries, of a layer that reads keys and values of another.
+
+    order: as of `separate_qkv`.
+    """
+    hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
+    name, split = f"{parameter}.queries", (heads, dim)
+    options: dict[str, Any] = {"order": order, "ordered_axis": 1}
+    yield Piece(f"{prefix}.weight", (heads * dim, hidden), name, (*split, hidden), (2, 0, 1), **options)
+    if bias:
+        yield Piece(f"{prefix}.bias", (heads * dim,), f"{name}_bias", split, (0, 1), **options)
 
 
 def joined_qkv(
@@ -431,17 +450,18 @@ def head_norms(
         yield Piece(f"{prefix}.weight", shape, name, split, (0, 1, 2), start, copies, order=order, ordered_axis=2)
 
 
-def repeat_kv_heads(qkv: jax.Array, copies: int, axis: int) -> jax.Array:
-    """[..., kv_heads, group + 2, ...] -> [..., kv_heads * copies, group / copies + 2, ...]; axis: of the heads."""
+def repeat_kv_heads(qkv: jax.Array, copies: int, axis: int, shared: int = 2) -> jax.Array:
+    """[..., kv_heads, group + shared, ...] -> [..., kv_heads * copies, group / copies + shared, ...]; axis: of the
+    heads. shared: slots behind those of the queries, of a key and of a value."""
     outer, (kv_heads, slots), inner = qkv.shape[:axis], qkv.shape[axis : axis + 2], qkv.shape[axis + 2 :]
-    queries, keys_and_values = jnp.split(qkv, [slots - 2], axis=axis + 1)
-    queries = queries.reshape(*outer, kv_heads * copies, (slots - 2) // copies, *inner)
+    queries, keys_and_values = jnp.split(qkv, [slots - shared], axis=axis + 1)
+    queries = queries.reshape(*outer, kv_heads * copies, (slots - shared) // copies, *inner)
     return jnp.concatenate([queries, jnp.repeat(keys_and_values, copies, axis=axis)], axis=axis + 1)
 
 
-def single_kv_heads(qkv: jax.Array, copies: int) -> jax.Array:
+def single_kv_heads(qkv: jax.Array, copies: int, shared: int = 2) -> jax.Array:
     """What `repeat_kv_heads` was given."""
     *outer, kv_heads, slots, dim = qkv.shape
-    group = slots - 2
+    group = slots - shared
     queries = qkv[..., :group, :].reshape(*outer, kv_heads // copies, group * copies, dim)
     return jnp.concatenate([queries, qkv[..., ::copies, group:, :]], axis=-2)

@@ -309,7 +309,7 @@ class _Plan:
             for piece in model.pieces
             if (found := re.match(r"layers\.(\d+)\.attention\.qkv$", piece.parameter))
         }
-        layers = [layer for layer, state in enumerate(model.config.layer_states) if state is None]
+        layers = [layer for layer, keeps in enumerate(model.config.layer_keeps_tokens) if keeps]
         names = [f"{owners.get(layer)}.{kind}_scale" for layer in layers for kind in "kv"]
         if model.config.value_dim is not None or not all(KV_SCALE.search(name) for name in names):
             raise UnsupportedModelError(

@@ -61,7 +61,7 @@ def rows_parameter(
     axis = layout.split_row
     if layout.splits_inputs and by_input:
         axis = len(layout.rows)
-    options: dict[str, Any] = {"kv_heads": layout.kv_heads, "suffix": suffix, "weights_each": weights_each}
+    options: dict[str, Any] = {"kv_slots": layout.kv_slots, "suffix": suffix, "weights_each": weights_each}
     return parameter(rngs, start, (*layout.rows, size), jnp.dtype(dtype), axis, **options)
 
 

@@ -64,8 +64,8 @@ def holds_latents(pool: ArrayLike) -> bool:
 
 def triton_on_hopper(device: Device, kv_pool: ArrayLike, *arguments: Any) -> bool:
     """Whether a call is one for Triton although the device is a Hopper GPU, whose own kernels take neither latents nor
-    e4m3; for `Op.also`."""
-    return is_hopper(device) and (holds_latents(kv_pool) or kv_pool.dtype == FP8)
+    e4m3 nor heads of more than 256 columns; for `Op.also`."""
+    return is_hopper(device) and (holds_latents(kv_pool) or kv_pool.dtype == FP8 or kv_pool.shape[-1] > 256)
 
 
 def check_pool(name: str, pool: ArrayLike, *, latents: bool = False) -> None:

@@ -120,6 +120,41 @@ def split_latents(
     return qkv[:, :, :-1].reshape(tokens, kv_heads * (slots - 1), head_dim), qkv[:, :, -1]
 
 
+def split_queries(q: jax.Array, *, rotation: tuple[jax.Array, jax.Array] | None = None) -> jax.Array:
+    """What attention over keys and values of another layer takes. Plain XLA.
+
+    Args:
+        q: [T, kv_heads, group, head_dim]; of each KV head its `group` query heads.
+        rotation: as in `split_qkv`.
+    Returns:
+        Queries [T, kv_heads * group, head_dim].
+    Raises:
+        ValueError: an argument does not fit; it is named.
+    """
+    check.check_floats("q", q, "T, kv_heads, group, head_dim")
+    tokens, kv_heads, group, head_dim = q.shape
+    _check_rotation(rotation, q)
+    heads = q.reshape(tokens, kv_heads * group, head_dim)
+    return heads if rotation is None else reference.rotate(heads, *rotation)
+
+
+def _check_rotation(rotation: tuple[check.ArrayLike, check.ArrayLike] | None, qkv: check.ArrayLike) -> None:
+    """Raises ValueError unless it is None or fits heads [T, ..., head_dim]."""
+    if rotation is None:
+        return
+    _check_pair("rotation", rotation)
+    tokens, head_dim = qkv.shape[0], qkv.shape[-1]
+    if head_dim % 2:
+        raise ValueError(f"rotation needs an even head_dim, got {head_dim}")
+    for i, table in enumerate(rotation):
+        check.check_like(f"rotation[{i}]", table, "T, head_dim / 2", (tokens, head_dim // 2), "qkv", jnp.float32.dtype)
+
+
+def _check_pair(name: str, pair: object) -> None:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise ValueError(f"{name} must be None or a pair of arrays, got {type(pair).__name__}")
+
+
 def _check_qkv(
     qkv: check.ArrayLike,
     rotation: tuple[check.ArrayLike, check.ArrayLike] | None,
@@ -128,19 +163,12 @@ def _check_qkv(
 ) -> float:
     """The eps; raises ValueError unless `qkv` is [T, kv_heads, group + 2, head_dim] and the others fit it."""
     check.check_rank("qkv", qkv, "T, kv_heads, group + 2, head_dim")
-    tokens, kv_heads, slots, head_dim = qkv.shape
+    _, kv_heads, slots, head_dim = qkv.shape
     if qkv.dtype not in check.FLOATS or kv_heads < 1 or slots < 3 or head_dim < 1:
         raise ValueError(f"qkv must be floats [T, kv_heads, group + 2, head_dim], got {qkv.dtype}{tuple(qkv.shape)}")
-    for name, pair in (("rotation", rotation), ("norms", norms)):
-        if pair is not None and (not isinstance(pair, (tuple, list)) or len(pair) != 2):
-            raise ValueError(f"{name} must be None or a pair of arrays, got {type(pair).__name__}")
-    if rotation is not None:
-        if head_dim % 2:
-            raise ValueError(f"rotation needs an even head_dim, got {head_dim}")
-        for i, table in enumerate(rotation):
-            check.check_like(
-                f"rotation[{i}]", table, "T, head_dim / 2", (tokens, head_dim // 2), "qkv", jnp.float32.dtype
-            )
+    _check_rotation(rotation, qkv)
+    if norms is not None:
+        _check_pair("norms", norms)
     for i, scale in enumerate(norms or ()):
         dtype = scale.dtype if scale.dtype == jnp.float32 else qkv.dtype
         check.check_like(f"norms[{i}]", scale, "head_dim", (head_dim,), "qkv", dtype)

@@ -26,14 +26,14 @@ def test_layers_that_are_all_alike_form_one_group_with_an_array_each():
     for layer in (FULL, WINDOWED):
         groups, places, num_arrays = group_layers((layer,) * 3)
         assert groups == (CacheGroup(layer.window),)
-        assert places == ((0, 0), (0, 1), (0, 2))
+        assert [place[:2] for place in places] == [(0, 0), (0, 1), (0, 2)]
         assert num_arrays == 3
 
 
 def test_two_kinds_of_layers_share_the_arrays():
     groups, places, num_arrays = group_layers((FULL, WINDOWED, FULL, WINDOWED))
     assert groups == (CacheGroup(), CacheGroup(WINDOW))
-    assert places == ((0, 0), (1, 0), (0, 1), (1, 1))
+    assert [place[:2] for place in places] == [(0, 0), (1, 0), (0, 1), (1, 1)]
     assert num_arrays == 2
 
 
@@ -48,9 +48,36 @@ def test_kinds_of_unequal_numbers_are_cut_into_groups_of_the_smallest():
     assert [groups[place.group].window for place in places] == [layer.window for layer in layers]
 
 
-def test_layers_that_keep_arrays_of_different_shapes_are_refused():
-    with pytest.raises(UnsupportedModelError, match="cannot share a pool"):
-        group_layers((FULL, replace(FULL, head_dim=128)))
+def test_layers_with_smaller_tokens_have_parts_of_the_others_blocks():
+    """As of Gemma 4: heads of twice the size without a window, or half as much in all."""
+    large = replace(FULL, kv_heads=2, head_dim=128)
+    groups, places, num_arrays = group_layers(2 * (4 * (WINDOWED,) + (large,)))
+    assert num_arrays == 2
+    assert [group.window for group in groups] == [WINDOW, None, WINDOW]
+    assert places[:5] == ((0, 0, 0, 2), (0, 0, 1, 2), (0, 1, 0, 2), (0, 1, 1, 2), (1, 0, 0, 1))
+    assert places[5:] == ((2, 0, 0, 2), (2, 0, 1, 2), (2, 1, 0, 2), (2, 1, 1, 2), (1, 1, 0, 1))
+    cache = PagedCache((WINDOWED, WINDOWED, large), CONFIG)
+    assert [pool.shape for pool in cache.pools] == [(41, *large.block(16))]
+    assert cache.block_bytes == 2 * BLOCK_BYTES
+
+
+def test_an_array_is_as_large_as_the_least_that_kinds_divide():
+    """Sizes of 2 to 3: two layers of one, or three of the other."""
+    groups, places, num_arrays = group_layers((FULL, replace(FULL, kv_heads=3)) * 3)
+    assert (len(groups), num_arrays) == (3, 1)
+    assert [place[2:] for place in places] == [(0, 3), (0, 2), (1, 3), (1, 2), (2, 3), (0, 2)]
+
+
+def test_a_layer_that_reads_anothers_tokens_is_in_its_place():
+    groups, places, num_arrays = group_layers((FULL, WINDOWED, replace(FULL, source=0), replace(WINDOWED, source=1)))
+    assert (len(groups), num_arrays) == (2, 1)
+    assert places[2:] == places[:2]
+
+
+def test_layers_that_no_block_fits_are_refused():
+    for other in (replace(FULL, dtype=np.dtype("float32")), replace(FULL, kv_heads=97, head_dim=67)):
+        with pytest.raises(UnsupportedModelError, match="cannot share a pool"):
+            group_layers((FULL, other))
 
 
 def test_the_spec_is_what_the_models_layers_keep():

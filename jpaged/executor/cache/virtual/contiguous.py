@@ -11,7 +11,7 @@ and a length for each stretch; the homes are stretches of length 0. So no array 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -49,13 +49,18 @@ class ContiguousCache(VirtualCache):
     keys alone; a kernel's block is one token.
 
     Raises:
-        UnsupportedModelError: the model's layers have windows, or keep latents.
+        UnsupportedModelError: the model's layers have windows, keep latents, or do not all keep as much.
     """
 
     def __post_init__(self) -> None:
-        windows = {layer.window for layer in self.spec}
-        if windows != {None} or self.spec[0].value_dim is not None:
-            what = "latents" if windows == {None} else "sliding windows"
+        kinds = {(layer.kv_heads, layer.head_dim, layer.source is None) for layer in self.spec}
+        if {layer.window for layer in self.spec} != {None}:
+            what = "sliding windows"
+        elif self.spec[0].value_dim is not None:
+            what = "latents"
+        else:
+            what = "layers that share keys and values, or differ in their heads" if len(kinds) > 1 else ""
+        if what:
             raise UnsupportedModelError(
                 f"kernel_backend={self.config.contiguous_backend!r} does not serve models with {what}; leave it out."
             )
@@ -195,9 +200,21 @@ class ContiguousAttention:
 class _Pairs(Layers):
     """`Layers` whose arrays are pairs, of keys and values."""
 
-    def __init__(self, pools: Pools, of_layers: Sequence[PagedAttention], arrays: Sequence[int]) -> None:
+    def __init__(
+        self,
+        pools: Pools,
+        of_layers: Sequence[PagedAttention],
+        arrays: Sequence[int],
+        shapes: Sequence[tuple[int, ...]],
+    ) -> None:
         pairs: Any = tuple(zip(pools[::2], pools[1::2], strict=True))
-        super().__init__(pairs, of_layers, arrays)
+        super().__init__(pairs, of_layers, arrays, shapes)
+
+    def _seen(self, pool: Any, layer: SupportsIndex) -> Any:
+        return pool
+
+    def _put_back(self, pool: Any, array: Any) -> Any:
+        return pool
 
     @property
     def pools(self) -> Pools:

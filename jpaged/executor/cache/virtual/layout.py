@@ -64,11 +64,11 @@ class VirtualCache(PagedCache):
     @property
     def page_bytes(self) -> int:
         """Of a page in one array."""
-        return self.geometry.stride * kernel_block_bytes(self.spec[0], self.geometry.block_size)
+        return self.geometry.stride * kernel_block_bytes(self.whole, self.geometry.block_size)
 
     @property
     def pools(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        geometry, layer = self.geometry, self.spec[0]
+        geometry, layer = self.geometry, self.whole
         block = layer.block(geometry.block_size)
         num_blocks = (self.first_place + self.num_places) * geometry.stride
         num_blocks = max(num_blocks, -(-geometry.least_bytes // kernel_block_bytes(layer, geometry.block_size)))
@@ -115,7 +115,9 @@ class VirtualCache(PagedCache):
 
     def _kernel_table(self, place: Place, tables: Tables) -> Int[Array, "rows blocks"]:
         """In kernels' blocks; the null block's are those of page 0."""
-        blocks = self._blocks_of(tables[:, place.group], self._layer(place), self.geometry.blocks_of_layer)
+        layer = self._layer(place) * place.parts + place.part
+        pages, count = tables[:, place.group], self.geometry.blocks_of_layer
+        blocks = self._blocks_of(pages, layer, count, place.parts)
         return blocks.reshape(len(tables), -1)
 
     def _array(self, place: Place) -> int:
@@ -125,10 +127,11 @@ class VirtualCache(PagedCache):
         """Which layer of its array it is."""
         return place.array % self.geometry.layers
 
-    def _blocks_of(self, pages: Int[Array, "*n"], layer: int, count: int) -> Int[Array, "*n count"]:
-        """So many kernels' blocks of these pages, from those of a layer on."""
+    def _blocks_of(self, pages: Int[Array, "*n"], layer: int, count: int, parts: int = 1) -> Int[Array, "*n count"]:
+        """So many kernels' blocks of these pages, from those of a layer on. parts: of which a layer has one, in blocks
+        that are smaller by as much."""
         geometry = self.geometry
-        first = pages * geometry.stride + layer * geometry.blocks_of_layer
+        first = pages * (geometry.stride * parts) + layer * geometry.blocks_of_layer
         return first[..., None] + jnp.arange(count, dtype=jnp.int32)
 
     def _whole(self, pages: Int[Array, " n"]) -> Int[Array, " n*blocks"]:
