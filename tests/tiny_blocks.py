@@ -27,8 +27,7 @@ def models_of_blocks() -> list[TinyModel]:
     }
     gemma4 = gemma | {
         "model_type": "gemma4_text",
-        "num_hidden_layers": 3,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "layer_types": ["sliding_attention", "full_attention"],
         "head_dim": 16,
         "global_head_dim": 32,
         "hidden_size_per_layer_input": 0,
@@ -38,19 +37,22 @@ def models_of_blocks() -> list[TinyModel]:
     }
     gemma4_e4b = gemma4 | {
         "num_hidden_layers": 5,
-        "layer_types": [*gemma4["layer_types"], "sliding_attention", "full_attention"],
+        "layer_types": ["sliding_attention", *2 * gemma4["layer_types"]],
         "num_kv_shared_layers": 2,
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": VOCAB_SIZE,
         "use_double_wide_mlp": True,
     }
     gemma4_31b = gemma4 | {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
         "num_key_value_heads": 4,
         "num_global_key_value_heads": 1,
         "attention_k_eq_v": True,
         "use_bidirectional_attention": "vision",
     }
     gemma4_26b = gemma4_31b | {
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         "num_key_value_heads": 2,
         "enable_moe_block": True,
         "num_experts": 8,

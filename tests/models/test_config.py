@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,7 @@ def test_an_unknown_architecture_is_answered_with_the_supported_ones() -> None:
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma4-31b-style", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ("gemma4-31b-style", {"per_layer_config": {"0": {"sliding_window": 4}}}, "per_layer_config may say head_dim"),
-        ("gemma4-31b-style", {"per_layer_config": {"0": {"head_dim": 8}}}, "equal for all layers of a type"),
+        ("gemma4-31b-style", {"per_layer_config": {"1": {"head_dim": 8}}}, "equal for all layers of a type"),
         ("gemma4-e4b-style", {"vocab_size_per_layer_input": 100}, "vocab_size_per_layer_input"),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
         ("mpt", {"attn_config": {"alibi": False}}, "alibi"),
@@ -261,6 +262,9 @@ def test_gemma_4s_layers_have_the_heads_and_the_sources_of_their_type() -> None:
     assert config.layer_sources == (None, None, None, 1, 2)
     assert [config.of_layer(layer).head_dim for layer in range(5)] == [16, 16, 32, 16, 32]
     assert [config.inner_size(layer) for layer in range(5)] == [112, 112, 112, 224, 224]
+    passed_over = models.build(config).derived_tensors
+    assert re.search(passed_over, "model.language_model.layers.3.self_attn.k_proj.weight")
+    assert not re.search(passed_over, "model.language_model.layers.2.self_attn.k_proj.weight")
     split = ModelConfig.from_dict(tiny_model("gemma4-26b-a4b-style").config).shard(2)
     assert [split.of_layer(layer).num_kv_heads for layer in (0, 2)] == [1, 1]
     assert [split.of_layer(layer).kv_head_copies for layer in (0, 2)] == [1, 2]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.pallas_kernels import rope_and_write, split_qkv
+from jpaged.pallas_kernels import rope_and_write, split_qkv, split_queries
 from jpaged.pallas_kernels.round_rows.operands import Sums
 from tests.pallas_kernels.marks import over_backends
 from tests.pallas_kernels.paged import TOLERANCE
@@ -93,6 +93,9 @@ def check_rope_and_write(seed, heads, head_dim, size, norms, rotation, dtype, ba
     np.testing.assert_array_equal(*(x[untouched] for x in by_slot))
     if backend != "xla":
         return
+    if not norms:
+        alone = split_queries(qkv[:, :, :-2], rotation=options["rotation"])
+        np.testing.assert_array_equal(alone, split_qkv(qkv, **options)[0])
     for got, want in zip(split_qkv(qkv, **options), (got_q, got_k, got_v), strict=True):
         np.testing.assert_array_equal(got, want)
 
