@@ -74,7 +74,7 @@ _ELSEWHERE = {
     "preprocess_chat": "`get_tokenizer().apply_chat_template` renders a conversation",
     "enqueue": "`LLMEngine` takes requests one by one: `add_request`, then `step`",
     "wait_for_completion": "`LLMEngine` takes requests one by one: `add_request`, then `step`",
-    "is_sleeping": "it is `engine.is_asleep`",
+    "is_sleeping": "`get_metrics().asleep` is the level it sleeps at",
     "shutdown": "it is `close`",
 }
 """Of vLLM's methods, what does the same here, or why there is none."""

@@ -55,6 +55,16 @@ def test_a_misspelt_option_comes_with_the_one_that_was_meant(capsys, command):
 def test_an_option_that_only_others_have_comes_with_what_to_do(capsys):
     assert cli.main(["generate", "hi", "--speculative-config", "{}"]) == 2
     assert "unrecognized option --speculative-config: there is no speculative decoding" in capsys.readouterr().err
+    for option, said in (
+        ("tp-size", "it is --tensor-parallel-size"),
+        ("hf-overrides", "copy of the model's directory"),
+    ):
+        assert cli.main(["generate", "hi", f"--{option}", "2"]) == 2
+        error = capsys.readouterr().err
+        assert f"unrecognized option --{option}: " in error
+        assert said in error
+    assert cli.main(["models", "--device", "cpu"]) == 2  # which has no options of engines
+    assert "JAX_PLATFORMS" not in capsys.readouterr().err
 
 
 def test_a_misspelt_keyword_comes_with_the_one_that_was_meant():

@@ -6,6 +6,7 @@ with Ctrl-C; 141 the reader of the output went away.
 
 import argparse
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -98,11 +99,22 @@ class _Parser(argparse.ArgumentParser):
             name = word.partition("=")[0]
             if not name.startswith("--"):
                 continue
-            if said := ENGINE.get(name[2:].replace("-", "_")):
-                self.error(f"unrecognized option {name}: {said}")
+            said = ENGINE.get(name[2:].replace("-", "_")) if "--kernel-backend" in options else None
+            if said is not None:
+                self.error(f"unrecognized option {name}: {_with_flags(said, options)}")
             if said := suggestion(name, options):
                 self.error(f"unrecognized option {name}; {said}")
         return found, rest
+
+
+def _with_flags(said: str, options: Sequence[str]) -> str:
+    """Advice in which names of `EngineArgs` are those of options."""
+
+    def flag(found: re.Match[str]) -> str:
+        name = f"--{found[2].replace('_', '-')}"
+        return f"{found[1] or ''}{name}" if name in options and (found[1] or "_" in found[2]) else found[0]
+
+    return re.sub(r"\b(it is )?([a-z]+(?:_[a-z]+)*)\b", flag, said)
 
 
 def _parser() -> argparse.ArgumentParser:

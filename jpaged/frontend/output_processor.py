@@ -178,7 +178,7 @@ class OutputProcessor:
                 if position is not None:
                     _with_text(position, texts, token)
             state.named = found
-        return found
+        return list(found)  # whoever gets it may change it
 
     def _completion(self, state: _OpenSequence, index: int, is_delta: bool) -> CompletionOutput:
         request = state.request

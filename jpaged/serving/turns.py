@@ -273,7 +273,10 @@ def turn_of(
         messages = without_tools(check_messages(messages), shown)
     else:
         if has_calls and form is not GENERIC and "tool_calls" not in template:  # LFM2's would leave them out
-            messages = with_calls_as_text(check_messages(messages), form)
+            try:
+                messages = with_calls_as_text(check_messages(messages), form)
+            except RecursionError:
+                raise InvalidPromptError("The arguments of a call in messages nest too deeply.") from None
         template_tools = shown or None
     if isinstance(choice, Tool):
         callable_tools, parallel = (choice,), False

@@ -62,12 +62,15 @@ def _answer(request: Request, render) -> Answer:  # type: ignore[no-untyped-def]
     try:
         try:
             text = rendered(request.messages)
-        except TypeError:
+        except TypeError as error:
             # Templates want the arguments of calls as dictionaries; a few, such as DeepSeek V3's, join them to text.
             with_json = [_with_json_arguments(message) for message in request.messages]
             if with_json == request.messages:
                 raise
-            text = rendered(with_json)
+            try:
+                text = rendered(with_json)
+            except Exception:
+                raise error from None
         if len(text) > request.max_characters:
             return Answer("long", "")
         text.encode()  # a lone surrogate, which no message can carry

@@ -24,8 +24,10 @@ def test_a_converted_checkpoint_loads_onto_any_mesh_as_the_original_does():
 
 
 def test_quantized_weights_load_onto_a_mesh_as_those_of_safetensors_do():
-    """Rounded while they are read, with key-value heads that two shards hold each; and in blocks that shards share."""
-    assert call_with_eight_devices("tests.parallel.orbax_runs:quantized", ["fp8", "fp8-blocks"], 4) == []
+    """Rounded while they are read, with key-value heads that two shards hold each; in blocks that shards share; and
+    experts in 4 bits."""
+    layouts = ["fp8", "fp8-blocks", "qwen3-moe/nvfp4"]
+    assert call_with_eight_devices("tests.parallel.orbax_runs:quantized", layouts, 4) == []
 
 
 def test_what_a_training_job_saved_is_served():

@@ -139,7 +139,11 @@ def test_arguments_of_a_call_are_a_dictionary_and_json_for_a_template_that_joins
     given = "{% set given = messages[1].tool_calls[0].function.arguments %}"
     assert model.render_chat(messages, chat_template=given + "{{ given.b }}") == "[True]"
     assert model.render_chat(messages, chat_template=given + "{{ 'x' + given }}") == 'x{"a": "ü", "b": [true]}'
-    for wrong, said in (("{{ 1 + given }}", "int"), ("{{ 'x' + 1 }}", "int"), ("{{ given.a + 1 }}", "str")):
+    for wrong, said in (
+        ("{{ 1 + given }}", "and 'dict'"),
+        ("{{ 'x' + 1 }}", '"int"'),
+        ("{{ given.a + 1 }}", "not .int"),
+    ):
         with pytest.raises(InvalidParameterError, match=said):
             model.render_chat(messages, chat_template=given + wrong)
 

@@ -738,6 +738,80 @@ def test_arguments_between_braces_stand_in_the_order_of_the_chat_template():
     ]
 
 
+def grammar_of(schema, definitions=None, strict=False):
+    """Of a call with one argument."""
+    parameters = {"properties": {"a": schema}, "$defs": definitions or {}}
+    return turn_grammar(TurnRules(tools=(Tool("f", parameters, strict),), tool_format=FORMATS["gemma4"]), {})
+
+
+def takes(model, schema, value):
+    tool = Tool("f", {"properties": {"a": schema}, "required": ["a"]})
+    rules = TurnRules(tools=(tool,), tool_format=FORMATS["gemma4"], calls="required")
+    return accepts(model, rules, FORMATS["gemma4"].render([(tool, {"a": value})]))
+
+
+def test_the_grammar_of_values_between_braces_is_no_larger_than_their_schema():
+    deep = {"type": "integer"}
+    for _ in range(60):
+        deep = {"type": "array", "items": deep, "minItems": 1}
+    assert len(grammar_of(deep)) < 10_000
+    chain = {f"d{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(255)}
+    chain["d255"] = {"type": "null"}
+    assert len(grammar_of({"$ref": "#/$defs/d0"}, chain)) < 50_000
+    with pytest.raises(InvalidParameterError, match=r"\$ref is one of more than 256 different references"):
+        grammar_of({"anyOf": [{"$ref": "#/$defs/d0"}, {"$ref": "#/$defs"}]}, chain)
+
+
+ENDLESS = [
+    {"x": {"$ref": "#/$defs/y"}, "y": {"$ref": "#/$defs/x"}},
+    {"x": {"type": "object", "properties": {"next": {"$ref": "#/$defs/x"}}, "required": ["next"]}},
+    {"x": {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/x"}]}, "minItems": 1}},
+]
+
+
+@pytest.mark.parametrize("definitions", ENDLESS)
+def test_a_schema_whose_values_never_end_is_refused(definitions):
+    with pytest.raises(InvalidParameterError, match=r"#/\$defs/[xy] refers to itself without an end"):
+        grammar_of({"$ref": "#/$defs/x"}, definitions)
+    ending = {name: {"anyOf": [one, {"type": "null"}]} for name, one in definitions.items()}
+    assert "referred" in grammar_of({"$ref": "#/$defs/x"}, ending)
+
+
+UNHEEDED = [
+    ({"$ref": "#/$defs/b", "minLength": 1}, "minLength"),
+    ({"anyOf": [{"type": "string"}], "type": "string"}, "type"),
+    ({"minLength": 3}, "minLength"),
+    ({"type": "object", "minProperties": 1}, "minProperties"),
+    ({"oneOf": [{"type": "string"}]}, "oneOf"),
+]
+
+
+@pytest.mark.parametrize(("schema", "keyword"), UNHEEDED)
+def test_what_a_strict_schema_says_between_braces_is_enforced_or_refused(schema, keyword):
+    definitions = {"b": {"type": "string"}}
+    assert grammar_of(schema, definitions)
+    with pytest.raises(InvalidParameterError, match=rf"properties\.a: {keyword} cannot be enforced here"):
+        grammar_of(schema, definitions, strict=True)
+
+
+def test_lists_and_choices_between_braces_keep_to_their_schema(model):
+    pair = {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "minItems": 2, "maxItems": 2}
+    assert [takes(model, pair, one) for one in ([1, "x"], [1], [1, "x", 2], ["x", 1])] == [True, False, False, False]
+    more = pair | {"maxItems": 3, "items": {"type": "null"}}
+    assert [takes(model, more, one) for one in ([1, "x"], [1, "x", None], [1, "x", 2])] == [True, True, False]
+    chosen = {"enum": [["a", "b"], {"k v": 1}, 2, 2.5, "c"], "type": ["array", "integer"]}
+    assert [takes(model, chosen, one) for one in (["a", "b"], 2, 2.5, "c")] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("wrong", [(True, 2), (-1, 2), (3, 2), (0, 2**31), (0, "2"), (1.5, 2)])
+@pytest.mark.parametrize("form", ["gemma4", "qwen3_coder"])
+def test_bounds_that_cannot_be_are_refused(form, wrong):
+    low, high = wrong
+    parameters = {"properties": {"a": {"type": "string", "minLength": low, "maxLength": high}}}
+    with pytest.raises(InvalidParameterError, match=r"properties\.a: minLength and maxLength must be integers from 0"):
+        turn_grammar(TurnRules(tools=(Tool("f", parameters),), tool_format=FORMATS[form]), {})
+
+
 @pytest.mark.parametrize("wrong", ["at:[1", "at:1.", "at:yes", "at", "at:[1]]", "at:{1}", ",at:1", "at:1,"])
 def test_what_is_no_value_between_braces_is_no_call(wrong):
     text = f"<|tool_call>call:plan{{{wrong}}}<tool_call|>"

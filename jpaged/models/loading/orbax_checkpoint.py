@@ -41,7 +41,7 @@ from jpaged.models.model import Model, Weights
 from jpaged.models.quantization.layers import row_order_of_kernel
 from jpaged.models.quantization.mxfp4 import MOST_EXPONENT
 from jpaged.models.quantization.scheme import Scheme
-from jpaged.pallas_kernels.common.numerics import LEAST_SCALE, MOST_SCALE
+from jpaged.pallas_kernels.common.numerics import FP8, LEAST_SCALE, MOST_SCALE
 
 PARAMS = "params"
 """The folder of the Orbax checkpoint beside config.json."""
@@ -163,8 +163,8 @@ def _load(
             name: _target(model, name, leaf, copies[name], repeated.get(name, 1), mesh) for name, leaf in kept.items()
         }
         for name, array in tree.read(targets).items():
-            if name.endswith(_SCALES) and model.quantized and not is_online:
-                _check_scales(tree, name, array)
+            if model.quantized and not is_online:
+                _check_quantized(tree, name, array)
             found[name] = targets[name].finish(array)
         for names in tree.together(model.quantized) if is_online else ():
             leaves = {name: (by_name[name], by_name[f"{name}_scale"]) for name in names}
@@ -262,9 +262,19 @@ _SCALES = ("_scale", "_input_scale", "_outer")
 """What the names of parameters end with that hold scales."""
 
 
-def _check_scales(tree: "_Tree", name: str, scales: jax.Array) -> None:
-    """Raises CheckpointError where one cannot be served. scales: as read, maybe with padding, which is zeros."""
-    own = scales[tuple(slice(size) for size in tree.shapes[name])]
+@jax.jit
+def _has_nan(array: jax.Array) -> jax.Array:
+    return jnp.any(jnp.isnan(array))
+
+
+def _check_quantized(tree: "_Tree", name: str, array: jax.Array) -> None:
+    """Raises CheckpointError for scales, or values in FP8, that cannot be served. array: as read, maybe with padding,
+    which is zeros."""
+    if not name.endswith(_SCALES):
+        if array.dtype == FP8 and bool(_has_nan(array)):
+            raise CheckpointError(f"{tree.path}: parameter {name!r} has NaN; save or convert it again.")
+        return
+    own = array[tuple(slice(size) for size in tree.shapes[name])]
     if own.dtype == jnp.float32:
         good = (own >= LEAST_SCALE) & (own <= MOST_SCALE)
     elif own.dtype == jnp.uint8:
@@ -328,7 +338,8 @@ class _Tree:
                 some, size = [], 0
             some.append(name)
             size += own
-        yield some
+        if some:
+            yield some
 
     def read(self, targets: Mapping[str, _Target]) -> dict[str, jax.Array]:
         """Parameters by name; `_Target.finish` is still to be called."""

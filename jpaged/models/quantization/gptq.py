@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy.linalg import cho_solve
 
-from jpaged.pallas_kernels.common.numerics import FP8_MAX, LEAST_SCALE
+from jpaged.pallas_kernels.common.numerics import LEAST_LARGEST
 
 DAMPING = 0.01
 """As in the paper."""
@@ -112,7 +112,7 @@ def _scales(weight: jax.Array, importance: jax.Array, group: int, dtype: Any) ->
     groups = weight.reshape(weight.shape[0], -1, group)
     weighed = importance.reshape(-1, group)
     largest = jnp.max(jnp.abs(groups), axis=2)
-    start = jnp.where(largest < FP8_MAX * LEAST_SCALE, 1.0, largest / 7.5)
+    start = jnp.where(largest < LEAST_LARGEST, 1.0, largest / 7.5)
 
     def tried(part: jax.Array) -> tuple[jax.Array, jax.Array]:
         scale = (start * part).astype(dtype)

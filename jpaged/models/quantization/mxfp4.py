@@ -27,7 +27,7 @@ from jpaged.pallas_kernels.quantized_grouped_product.api import MX_GROUP
 _RANDOM_STD = 2.93
 """Of equally likely values of four bits."""
 _BIAS, MOST_EXPONENT, _NAN = 127, 252, 255
-"""Of scales. Those above the largest may make infinity: 6 * 2^(253 - 127) is beyond 2^128."""
+"""Of scales. Those above MOST_EXPONENT may make infinity: 6 * 2^(253 - 127) is beyond 2^128."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ import numpy as np
 
 from jpaged.models.quantization.fp8_weights import BLOCK
 from jpaged.models.quantization.layers import StoredLayer
-from jpaged.pallas_kernels.common.numerics import FP8_MAX, LEAST_SCALE, MOST_SCALE
+from jpaged.pallas_kernels.common.numerics import FP8_MAX, LEAST_LARGEST, LEAST_SCALE, MOST_SCALE
 
 GROUP = 128
 """Inputs that share a scale in int4, unless others are asked for."""
@@ -129,7 +129,7 @@ class Recipe:
         stored = (largest / np.float32(7.5 if self.packs else FP8_MAX)).astype(
             _scale_type(weight.dtype) if self.packs else _FLOAT32
         )
-        stored[largest < LEAST_SCALE * FP8_MAX] = 1
+        stored[largest < LEAST_LARGEST] = 1
         scales = stored.astype(_FLOAT32)
         if not ((scales >= LEAST_SCALE) & (scales <= MOST_SCALE)).all():
             raise ValueError(f"has values too small or too large for a scale in {stored.dtype}")

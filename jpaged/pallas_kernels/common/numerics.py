@@ -13,6 +13,9 @@ LEAST_SCALE, MOST_SCALE = 1e-35, 1e35
 """Of values in few bits. Beyond these, what they multiply or divide may be no normal number of float32: devices make
 zeros of small ones, and zero divided by such a scale is NaN."""
 
+LEAST_LARGEST = FP8_MAX * LEAST_SCALE
+"""Rows whose largest magnitude is below this are rounded to zeros, with a scale of 1. Triton's kernels spell it out."""
+
 
 def precision_of(dtype: jnp.dtype) -> lax.Precision | None:
     """float32 products must be float32 throughout; GPUs would round the factors to TF32."""

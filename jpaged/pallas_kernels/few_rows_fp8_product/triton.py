@@ -328,4 +328,4 @@ def _scale(bits, BOUND: tl.constexpr):
     largest = bits.to(tl.float32, bitcast=True)
     if BOUND >= 0:
         largest = tl.where(largest > BOUND, BOUND, largest)
-    return tl.where(largest == 0, 1.0, tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32)))
+    return tl.where(largest < 4.48e-33, 1.0, tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32)))

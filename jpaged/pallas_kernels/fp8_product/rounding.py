@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jpaged.pallas_kernels.common.numerics import FP8, FP8_MAX, LEAST_SCALE
+from jpaged.pallas_kernels.common.numerics import FP8, FP8_MAX, LEAST_LARGEST
 from jpaged.pallas_kernels.devices import Device
 
 _LEAST_CAPABILITY = (8, 9)
@@ -28,7 +28,7 @@ def round_to_fp8(
         largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
         if upper_bound is not None:
             largest = jnp.minimum(largest, upper_bound)
-        scale = jnp.where(largest < FP8_MAX * LEAST_SCALE, 1.0, largest / FP8_MAX)
+        scale = jnp.where(largest < LEAST_LARGEST, 1.0, largest / FP8_MAX)
     rounded = jnp.clip(wide / scale, -FP8_MAX, FP8_MAX).astype(FP8)
     if grouped:
         return rounded.reshape(rows, -1)[:, :depth], scale[..., 0]

@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jpaged.pallas_kernels.common.numerics import FP8, FP8_MAX
+from jpaged.pallas_kernels.common.numerics import FP8, FP8_MAX, LEAST_LARGEST
 from jpaged.pallas_kernels.round_rows import hopper_interpreted, hopper_primitives
 from jpaged.pallas_kernels.round_rows.operands import Operands, Options, RoundedRows, Sums, padded
 
@@ -106,7 +106,7 @@ def round_rows(operands: Operands, options: Options, *, interpret: Any = None) -
             largest = gpu.over_cta("max", jnp.abs(wide), of_largest, warpgroups, layout)
             if options.upper_bound is not None:
                 largest = jnp.minimum(largest, options.upper_bound)
-            scale = jnp.where(largest == 0, 1.0, largest / FP8_MAX)
+            scale = jnp.where(largest < LEAST_LARGEST, 1.0, largest / FP8_MAX)
         values_ref.at[place, own][...] = jnp.minimum(jnp.maximum(wide / scale, -FP8_MAX), FP8_MAX).astype(FP8)
 
         @pl.when(warpgroup == 0)

@@ -111,7 +111,7 @@ def _round_rows(
         largest = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
         if BOUND >= 0:
             largest = tl.where(largest > BOUND, BOUND, largest)
-        scale = tl.where(largest == 0, 1.0, largest / 448.0)
+        scale = tl.where(largest < 4.48e-33, 1.0, largest / 448.0)
     tl.store(values + place.to(tl.int64) * K + column, narrow(wide / scale), mask=inside)
     tl.store(scales + place, scale)
 

@@ -21,12 +21,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jpaged.api.checks import is_integer
 from jpaged.api.errors import InvalidParameterError
 from jpaged.text.turns.declarations import Mismatch, RuleWriter, Scanner, Tool
 
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """For llguidance: where JSON has spaces."""
 _OF_ROOT = ("$defs", "definitions")
+NAME_PATTERN = r"[\w.$-]+"
+"""Of a property, where it stands in a call as it is."""
+_MOST = 2**31 - 1
+"""Of a string's characters, or a list's items, where their number is limited: llguidance counts no further."""
 
 
 class JsonArguments:
@@ -102,7 +107,7 @@ class ParameterArguments:
             texts = [one for one in choices if isinstance(one, str)]
             texts += ["null"] * (kind == "null" and not self.string_name_end)
             return f"({' | '.join(map(rules.literal, texts))}) {closing}"
-        low, high = of_string.get("minLength", 0), of_string.get("maxLength", "")
+        low, high = bounds_of(f"properties.{name}", of_string, "minLength", "maxLength")
         known = {"type", "anyOf", "minLength", "maxLength", "title", "description", "default", "examples"}
         unknown = sorted({*schema, *of_string} - known)
         if tool.strict and unknown:
@@ -110,8 +115,6 @@ class ParameterArguments:
                 f"properties.{name}: {unknown[0]} cannot be enforced for strings in this model's format of calls; leave"
                 " it out, or strict."
             )
-        if not isinstance(low, int) or not isinstance(high, int | str):
-            raise InvalidParameterError(f"properties.{name}: minLength and maxLength must be integers.")
         return text_before(self.closing, low, high, rules)
 
 
@@ -152,6 +155,21 @@ TAGS_IN_LINE = ParameterArguments("<arg_key>", "</arg_key><arg_value>", "</arg_v
 def json_expression(schema: Mapping[str, Any], *, lenient: bool, style: Mapping[str, Any] = JSON_STYLE) -> str:
     """The expression for a JSON value. lenient: leave out keywords that cannot be enforced."""
     return "%json " + json.dumps({**schema, "x-guidance": {**style, "lenient": lenient}}, ensure_ascii=False)
+
+
+def bounds_of(where: str, schema: Mapping[str, Any], least: str, most: str) -> tuple[int, int | str]:
+    """What two keywords of a schema say, in regular expressions' terms: "" for any number.
+
+    Raises:
+        InvalidParameterError: they are no numbers that fit each other.
+    """
+    low, high = schema.get(least, 0), schema.get(most, _MOST)
+    if not is_integer(low) or not is_integer(high) or not 0 <= low <= high <= _MOST:
+        raise InvalidParameterError(
+            f"{where}: {least} and {most} must be integers from 0 to {_MOST}, {most} not below {least}; got"
+            f" {low!r:.20} and {high!r:.20}."
+        )
+    return low, high if most in schema else ""
 
 
 def text_before(closing: str, low: int, high: int | str, rules: RuleWriter) -> str:
@@ -214,7 +232,7 @@ def properties_of(schema: Mapping[str, Any], where: str = "") -> list[tuple[str,
         raise InvalidParameterError(f"{where}required must be a list of names.")
     found = []
     for name, given in properties.items():
-        if not re.fullmatch(r"[\w.$-]+", name):
+        if not re.fullmatch(NAME_PATTERN, name):
             raise InvalidParameterError(
                 f"{where}properties.{name[:80]}: a name may have letters, digits and _ . $ - in this model's format of"
                 " calls."

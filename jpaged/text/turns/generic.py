@@ -1,5 +1,5 @@
-"""Conversations for chat templates that know no tools: tools are told of in the system's message, and calls and results
-are written as text. And for those that know tools but print no calls.
+"""Tools for models whose chat template knows none: they are told of in the system's message, and calls and results in a
+conversation are written as text. Where a template knows tools but prints no calls, only these are.
 
     system      ...                              system      ...  You may call these functions: ...
     assistant   tool_calls: [...]        -->     assistant   <tool_call>{"name": ...}</tool_call>

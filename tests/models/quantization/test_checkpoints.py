@@ -423,6 +423,7 @@ def test_quantized_weights_saved_by_orbax_are_read_back_to_the_bit_and_damage_is
         (
             ({f"{name}_scale": scales.at[3, 1].set(np.nan)}, f"'{name}_scale' has a scale that cannot be"),
             ({f"{name}_scale": scales.at[3, 1].set(0)}, f"'{name}_scale' has a scale that cannot be"),
+            ({name: named[name].at[5, 7].set(np.nan)}, f"'{name}' has NaN"),
             ({name: named[name].astype(jnp.bfloat16)}, f"'{name}' has type bfloat16, config.json implies float8_e4m3"),
         )
     ):
