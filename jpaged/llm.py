@@ -35,11 +35,11 @@ from jpaged.api.outputs import (
 )
 from jpaged.api.pooling_params import PoolingParams
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
-from jpaged.api.unknown_names import ENGINE, check_known, no_attribute
+from jpaged.api.unknown_names import ENGINE, ExplainsMissing, check_known
 from jpaged.api.weights import InFlight
 from jpaged.engine.sequences.request import Request
 from jpaged.engine.stats import EngineStats
-from jpaged.frontend.inputs import Messages, Params, ProcessedInput, Prompt, as_prompt_list, refuse_unsupported
+from jpaged.frontend.inputs import Messages, Params, ProcessedInput, Prompt, as_prompt_list, refuse_call_options
 from jpaged.frontend.llm_engine import LLMEngine, check_one_host
 from jpaged.frontend.model_of_config import as_directory, options_of
 from jpaged.frontend.reranking import Reranker
@@ -80,7 +80,7 @@ _ELSEWHERE = {
 """Of vLLM's methods, what does the same here, or why there is none."""
 
 
-class LLM:
+class LLM(ExplainsMissing):
     """Generates text for many prompts at once.
 
         llm = LLM()                                    # the embedded demo model
@@ -105,6 +105,8 @@ class LLM:
         InvalidParameterError: an option that does not exist, or with a value out of range.
         ModelNotFoundError, CheckpointError, UnsupportedModelError, OutOfMemoryError: as `LLMEngine`.
     """
+
+    _elsewhere = _ELSEWHERE
 
     def __init__(self, model: str | Any | None = None, *, weights: Any = None, **options: Any) -> None:
         check_known("LLM", "option", options, EngineArgs.__dataclass_fields__, ENGINE)
@@ -156,12 +158,6 @@ class LLM:
             if self._config is not None:
                 self._config.cleanup()
 
-    if not TYPE_CHECKING:  # or no checker would find a misspelt name
-
-        def __getattr__(self, name: str) -> NoReturn:
-            """Says what takes the place of methods that vLLM's `LLM` has and this one has not."""
-            raise no_attribute(self, name, _ELSEWHERE)
-
     def __reduce__(self) -> NoReturn:
         raise JPagedError(
             "An LLM cannot be pickled or copied: it holds a device, or processes that do. Send its arguments, and make"
@@ -195,7 +191,7 @@ class LLM:
             UnsupportedParameterError: an option that is not supported is given, and not None.
             EngineDeadError: the engine failed.
         """
-        refuse_unsupported(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        refuse_call_options(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         prompt_list = as_prompt_list(prompts)
         params = self._params_for(len(prompt_list), sampling_params)
         if isinstance(priority, int) or priority is None:
@@ -226,7 +222,7 @@ class LLM:
         Raises:
             As `generate`; and OutOfMemoryError if the beams of a prompt might not fit the KV pool together.
         """
-        refuse_unsupported(lora_request=lora_request)
+        refuse_call_options(lora_request=lora_request)
         if not isinstance(params, BeamSearchParams):
             raise InvalidParameterError(f"params must be BeamSearchParams, got {type(params).__name__}.")
         prompt_list = as_prompt_list(prompts)
@@ -254,7 +250,7 @@ class LLM:
             InvalidPromptError, InvalidParameterError, OutOfMemoryError, UnsupportedParameterError: as `generate`.
             NonFiniteLogitsError: a vector holds infinities or NaN.
         """
-        refuse_unsupported(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        refuse_call_options(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         prompt_list = as_prompt_list(prompts)
         pooling = self.engine.embeddings.params() if pooling_params is None else pooling_params
         params = _one_each("pooling_params", pooling, PoolingParams, len(prompt_list))
@@ -411,7 +407,7 @@ class LLM:
                 not know.
             UnsupportedParameterError: as `generate`.
         """
-        refuse_unsupported(
+        refuse_call_options(
             lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
             mm_processor_kwargs=mm_processor_kwargs,

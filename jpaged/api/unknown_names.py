@@ -6,7 +6,7 @@ Most of those listed are vLLM's; some are SGLang's and transformers'.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from functools import wraps
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 from jpaged.api.errors import UnknownParameterError, suggestion
 
@@ -145,11 +145,18 @@ STRUCTURED_OUTPUTS = {
 """Parameters of structured output."""
 
 
-def no_attribute(owner: object, name: str, elsewhere: Mapping[str, str]) -> AttributeError:
-    """What `__getattr__` raises, for code that looks for a method or property of vLLM's."""
-    instead = elsewhere.get(name)
-    kind = type(owner).__name__
-    return AttributeError(f"{kind} has no {name!r}{f'; {instead}' if instead else ''}.", name=name, obj=owner)
+class ExplainsMissing:
+    """For a class that has a namesake in vLLM: the error of a method or property that only that one has says what takes
+    its place here, as `_elsewhere` has it by name.
+    """
+
+    _elsewhere: ClassVar[Mapping[str, str]]
+
+    if not TYPE_CHECKING:  # or no checker would find a misspelt name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            instead, kind = self._elsewhere.get(name), type(self).__name__
+            raise AttributeError(f"{kind} has no {name!r}{f'; {instead}' if instead else ''}.", name=name, obj=self)
 
 
 def check_known(

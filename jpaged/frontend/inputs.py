@@ -300,7 +300,7 @@ _UNSUPPORTED = {
 """vLLM's options of calls, and why they are refused."""
 
 
-def refuse_unsupported(**options: object) -> None:
+def refuse_call_options(**options: object) -> None:
     """Raises UnsupportedParameterError for the first of these options that asks for something."""
     for name, value in options.items():
         if value is not None:

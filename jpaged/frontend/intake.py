@@ -13,7 +13,7 @@ import numpy as np
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.engine.sequences.request import Request
 from jpaged.frontend.embedding_config import EmbeddingConfig
-from jpaged.frontend.inputs import InputProcessor, Params, ProcessedInput, Prompt, refuse_unsupported
+from jpaged.frontend.inputs import InputProcessor, Params, ProcessedInput, Prompt, refuse_call_options
 
 
 class RequestOptions(TypedDict, total=False):
@@ -68,7 +68,7 @@ class RequestIntake(ABC):
             UnsupportedParameterError: an option that is not supported is given, and not None.
             EngineDeadError: the engine failed earlier.
         """
-        refuse_unsupported(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        refuse_call_options(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         self.queue(
             *self.check_request(
                 request_id, prompt, params, priority=priority, cache_salt=cache_salt, arrival_time=arrival_time

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from jpaged.api.config import EngineArgs
 from jpaged.api.errors import EngineAsleepError, EngineDeadError, InvalidParameterError, OutOfMemoryError
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import SamplingParams
-from jpaged.api.unknown_names import no_attribute
+from jpaged.api.unknown_names import ExplainsMissing
 from jpaged.api.weights import InFlight
 from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.constraints.grammars import ConstrainedRows
@@ -72,7 +72,7 @@ _ELSEWHERE = {
 """Of vLLM's methods and properties, what does the same here, or why there is none."""
 
 
-class LLMEngine(RequestIntake):
+class LLMEngine(RequestIntake, ExplainsMissing):
     """A model on a device, serving requests that come and go.
 
         engine = LLMEngine(EngineArgs(model="path/to/model"))
@@ -103,6 +103,8 @@ class LLMEngine(RequestIntake):
         OutOfMemoryError: the model, or one sequence of max_model_len, does not fit the device.
         InvalidParameterError: max_model_len exceeds what the model can do.
     """
+
+    _elsewhere = _ELSEWHERE
 
     def __init__(
         self,
@@ -172,12 +174,6 @@ class LLMEngine(RequestIntake):
         self._reference = weakref.ref(self)
         if args.verbose:
             print(self.startup.table(args.model or "the embedded demo model"), file=sys.stderr, flush=True)
-
-    if not TYPE_CHECKING:  # or no checker would find a misspelt name
-
-        def __getattr__(self, name: str) -> NoReturn:
-            """Says what takes the place of methods and properties that vLLM's engine has and this one has not."""
-            raise no_attribute(self, name, _ELSEWHERE)
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> Self:

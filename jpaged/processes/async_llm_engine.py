@@ -19,7 +19,7 @@ import itertools
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from jpaged.api.checks import check_bool, check_choice, check_integer
 from jpaged.api.config import EngineArgs, RestartOptions
@@ -32,7 +32,7 @@ from jpaged.api.errors import (
 )
 from jpaged.api.outputs import RequestOutput
 from jpaged.api.sampling_params import SamplingParams
-from jpaged.api.unknown_names import no_attribute
+from jpaged.api.unknown_names import ExplainsMissing
 from jpaged.api.weights import InFlight
 from jpaged.engine.sequences.group import SequenceGroup
 from jpaged.engine.sequences.seeds import default_seed
@@ -43,7 +43,7 @@ from jpaged.frontend.inputs import (
     Params,
     ProcessedInput,
     Prompt,
-    refuse_unsupported,
+    refuse_call_options,
     request_ids_to_abort,
 )
 from jpaged.frontend.reranking import Reranker
@@ -105,7 +105,7 @@ def load_tokenizer(args: EngineArgs) -> Tokenizer | None:
     return found
 
 
-class AsyncLLMEngine:
+class AsyncLLMEngine(ExplainsMissing):
     """A model in a process of its own, serving requests that come and go.
 
         async with AsyncLLMEngine(EngineArgs(model="path/to/model")) as engine:
@@ -139,6 +139,8 @@ class AsyncLLMEngine:
         ModelNotFoundError, CheckpointError: there is no such model or tokenizer. What else may be wrong with the model
             `ready` raises.
     """
+
+    _elsewhere = _ELSEWHERE
 
     def __init__(
         self,
@@ -176,12 +178,6 @@ class AsyncLLMEngine:
         self._kept = KeptWeights()
         self.update_seconds: dict[str, float] = {}
         self._tokenizing = AsyncTokenizer(self.tokenizer)
-
-    if not TYPE_CHECKING:  # or no checker would find a misspelt name
-
-        def __getattr__(self, name: str) -> NoReturn:
-            """Says what takes the place of methods and properties that vLLM's engine has and this one has not."""
-            raise no_attribute(self, name, _ELSEWHERE)
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> Self:
@@ -287,7 +283,7 @@ class AsyncLLMEngine:
             SlowConsumerError: the caller took nothing for too long.
         """
         arrival_time = time.monotonic()
-        refuse_unsupported(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        refuse_call_options(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         ready = await self.ready()
         params = ready.default_sampling_params if sampling_params is None else sampling_params
         checked = prompt if isinstance(prompt, ProcessedInput) else await self.process(prompt, params)

@@ -425,11 +425,15 @@ class Layers(list[PagedAttention]):
         shapes: of that array, as each layer sees it."""
         super().__init__(of_layers)
         self._arrays, self._shapes = list(arrays), list(shapes)
-        self._pools = list(pools)
+        self._pools = list(self._held(pools))
 
     @property
     def pools(self) -> Pools:
         return tuple(self._pools)
+
+    def _held(self, pools: Pools) -> Sequence[Any]:
+        """What each of `arrays` numbers."""
+        return pools
 
     def __getitem__(self, layer: SupportsIndex) -> PagedAttention:  # type: ignore[override]  # one layer at a time
         return replace(super().__getitem__(layer), pool=self._seen(self._pools[self._arrays[layer]], layer))

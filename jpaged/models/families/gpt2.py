@@ -5,7 +5,7 @@ GPT-Neo     scores are not scaled; windows in every second layer; q, k, v have n
 GPTBigCode  one key-value head, or as many as query heads; checkpoints keep q, k, v in one
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,21 +136,9 @@ class GPTBigCodeFamily:
         return GPT2LMHeadModel(config, dtype, rngs, collectives)
 
     def tensors(self, config: GPT2Config) -> Iterator[Piece | TiedTensor]:
-        hidden, inner = config.hidden_size, config.intermediate_size
-        qkv = pieces.joined_qkv if config.num_kv_heads == config.kv_head_copies else pieces.grouped_qkv
-        yield pieces.as_is("transformer.wte.weight", "embedding", config.vocab_size, hidden)
-        yield pieces.as_is("transformer.wpe.weight", "positions", config.max_position_embeddings, hidden)
-        for i in range(config.num_layers):
-            theirs, ours = f"transformer.h.{i}", f"layers.{i}"
-            attention, mlp = f"{ours}.attention", f"{ours}.mlp"
-            yield from pieces.layer_norm(f"{theirs}.ln_1", f"{ours}.attention_norm", hidden)
-            yield from qkv(f"{theirs}.attn.c_attn", attention, config, bias=True)
-            yield from pieces.output_projection(f"{theirs}.attn.c_proj", attention, config, bias=True)
-            yield from pieces.layer_norm(f"{theirs}.ln_2", f"{ours}.mlp_norm", hidden)
-            yield from pieces.linear(f"{theirs}.mlp.c_fc", f"{mlp}.up", hidden, inner, bias=True)
-            yield from pieces.linear(f"{theirs}.mlp.c_proj", f"{mlp}.down", inner, hidden, bias=True)
-        yield from pieces.layer_norm("transformer.ln_f", "norm", hidden)
-        yield pieces.head("lm_head.weight", "transformer.wte.weight", config)
+        is_multi_query = config.num_kv_heads == config.kv_head_copies
+        qkv = pieces.joined_qkv if is_multi_query else pieces.grouped_qkv
+        return _torch_tensors(config, qkv, "attn.c_attn", "attn.c_proj")
 
 
 class GPTNeoFamily:
@@ -185,20 +173,30 @@ class GPTNeoFamily:
         return GPT2LMHeadModel(config, dtype, rngs, collectives)
 
     def tensors(self, config: GPT2Config) -> Iterator[Piece | TiedTensor]:
-        hidden, inner = config.hidden_size, config.intermediate_size
-        yield pieces.as_is("transformer.wte.weight", "embedding", config.vocab_size, hidden)
-        yield pieces.as_is("transformer.wpe.weight", "positions", config.max_position_embeddings, hidden)
-        for i in range(config.num_layers):
-            theirs, ours = f"transformer.h.{i}", f"layers.{i}"
-            attention, mlp = f"{ours}.attention", f"{ours}.mlp"
-            yield from pieces.layer_norm(f"{theirs}.ln_1", f"{ours}.attention_norm", hidden)
-            yield from pieces.separate_qkv(f"{theirs}.attn.attention", attention, config, bias=False)
-            yield from pieces.output_projection(f"{theirs}.attn.attention.out_proj", attention, config, bias=True)
-            yield from pieces.layer_norm(f"{theirs}.ln_2", f"{ours}.mlp_norm", hidden)
-            yield from pieces.linear(f"{theirs}.mlp.c_fc", f"{mlp}.up", hidden, inner, bias=True)
-            yield from pieces.linear(f"{theirs}.mlp.c_proj", f"{mlp}.down", inner, hidden, bias=True)
-        yield from pieces.layer_norm("transformer.ln_f", "norm", hidden)
-        yield pieces.head("lm_head.weight", "transformer.wte.weight", config)
+        return _torch_tensors(config, pieces.separate_qkv, "attn.attention", "attn.attention.out_proj")
+
+
+def _torch_tensors(
+    config: GPT2Config, qkv: Callable[..., Iterator[Piece]], inputs: str, output: str
+) -> Iterator[Piece | TiedTensor]:
+    """Of a checkpoint whose layers are torch's, which GPT-2's own is not.
+
+    qkv: what reads attention's inputs. inputs, output: what its tensors are called.
+    """
+    hidden, inner = config.hidden_size, config.intermediate_size
+    yield pieces.as_is("transformer.wte.weight", "embedding", config.vocab_size, hidden)
+    yield pieces.as_is("transformer.wpe.weight", "positions", config.max_position_embeddings, hidden)
+    for i in range(config.num_layers):
+        theirs, ours = f"transformer.h.{i}", f"layers.{i}"
+        attention, mlp = f"{ours}.attention", f"{ours}.mlp"
+        yield from pieces.layer_norm(f"{theirs}.ln_1", f"{ours}.attention_norm", hidden)
+        yield from qkv(f"{theirs}.{inputs}", attention, config, bias=config.qkv_bias)
+        yield from pieces.output_projection(f"{theirs}.{output}", attention, config, bias=True)
+        yield from pieces.layer_norm(f"{theirs}.ln_2", f"{ours}.mlp_norm", hidden)
+        yield from pieces.linear(f"{theirs}.mlp.c_fc", f"{mlp}.up", hidden, inner, bias=True)
+        yield from pieces.linear(f"{theirs}.mlp.c_proj", f"{mlp}.down", inner, hidden, bias=True)
+    yield from pieces.layer_norm("transformer.ln_f", "norm", hidden)
+    yield pieces.head("lm_head.weight", "transformer.wte.weight", config)
 
 
 def _read_gpt2(

@@ -89,8 +89,7 @@ class GPTJFamily:
             yield from pieces.linear(f"{theirs}.mlp.fc_out", f"{mlp}.down", inner, hidden, bias=True)
         yield from pieces.layer_norm("transformer.ln_f", "norm", hidden)
         yield pieces.head("lm_head.weight", "transformer.wte.weight", config)
-        head = "embedding" if config.tie_word_embeddings else "lm_head"
-        yield pieces.as_is("lm_head.bias", f"{head}_bias", config.vocab_size)
+        yield pieces.head_bias("lm_head.bias", config)
 
 
 def _joined_qkv(tensor: str, parameter: str, config: DecoderConfig) -> Iterator[Piece]:

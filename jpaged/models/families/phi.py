@@ -55,5 +55,4 @@ class PhiFamily:
             yield from pieces.linear(f"{theirs}.mlp.fc2", f"{mlp}.down", inner, hidden, bias=True)
         yield from pieces.layer_norm("model.final_layernorm", "norm", hidden)
         yield pieces.head("lm_head.weight", "model.embed_tokens.weight", config)
-        head = "embedding" if config.tie_word_embeddings else "lm_head"
-        yield pieces.as_is("lm_head.bias", f"{head}_bias", config.vocab_size)
+        yield pieces.head_bias("lm_head.bias", config)

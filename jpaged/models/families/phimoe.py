@@ -81,8 +81,7 @@ class PhimoeFamily:
         yield from pieces.layer_norm("model.norm", "norm", hidden)
         yield pieces.head("lm_head.weight", "model.embed_tokens.weight", config)
         if config.head_bias:
-            head = "embedding" if config.tie_word_embeddings else "lm_head"
-            yield pieces.as_is("lm_head.bias", f"{head}_bias", config.vocab_size)
+            yield pieces.head_bias("lm_head.bias", config)
 
 
 def _with_temperature(read: ConfigReader) -> ConfigReader:

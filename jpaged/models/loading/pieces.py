@@ -326,6 +326,12 @@ def head(tensor: str, embedding: str, config: HeadShape) -> Piece | TiedTensor:
     return as_is(tensor, "lm_head", config.vocab_size, config.hidden_size)
 
 
+def head_bias(tensor: str, config: HeadShape) -> Piece:
+    """The bias of a `Decoder`'s head, which is that of its embedding where they are tied."""
+    owner = "embedding" if config.tie_word_embeddings else "lm_head"
+    return as_is(tensor, f"{owner}_bias", config.vocab_size)
+
+
 def _qkv_parts(config: AttentionShape) -> Iterator[tuple[str, tuple[int, int, int], int, int]]:
     """Of queries, keys and values: their name, how they are split (key-value heads, heads of each, head_dim), their
     first slot of `Attention`'s qkv, and how often each stands there."""

@@ -116,6 +116,7 @@ class _Values:
     def __init__(self, quote: str, tool: Tool, rules: RuleWriter) -> None:
         self._quote, self._tool, self._rules = quote, tool, rules
         self._referred: dict[str, tuple[str, Any]] = {}  # rule and schema, by reference
+        self._unwritten: list[str] = []  # those whose rules are still to be written
         self._anything = ""
 
     def arguments(self) -> str:
@@ -127,11 +128,10 @@ class _Values:
         schema = self._tool.parameters
         self._check_keywords("", schema, ("type", *_HEEDED["object"]))
         found = self._members("", schema)
-        written = 0
-        while written < len(self._referred):
-            reference, (rule, referred) = list(self._referred.items())[written]
+        while self._unwritten:
+            reference = self._unwritten.pop()
+            rule, referred = self._referred[reference]
             self._rules.write(rule, self._value(reference, referred))
-            written += 1
         self._check_ends()
         return found
 
@@ -232,9 +232,8 @@ class _Values:
         return f'"[" {item} {more} "]"' if least else f'"[" ({item} {more})? "]"'
 
     def _one_of(self, where: str, values: Any, kinds: Sequence[str]) -> str:
-        fitting = [
-            one for one in self._list(f"{where}.enum", values) if not kinds or any(_is_of(k, one) for k in kinds)
-        ]
+        given = self._list(f"{where}.enum", values)
+        fitting = [one for one in given if not kinds or any(_is_of(kind, one) for kind in kinds)]
         texts = [_written(one, self._quote) for one in fitting if _can_be_written(one, self._quote)]
         if not texts:
             raise InvalidParameterError(f"{where}.enum has no value that this model's format of calls can write.")
@@ -258,6 +257,7 @@ class _Values:
                     f"{where}.$ref is one of more than {_MOST_REFERENCES} different references; use fewer."
                 )
             self._referred[reference] = self._rules.name("referred"), self._found(where, reference)
+            self._unwritten.append(reference)
         return self._referred[reference][0]
 
     def _found(self, where: str, reference: str) -> Any:
@@ -280,8 +280,10 @@ class _Values:
         while left:
             still_left: list[str] = []
             for reference in reversed(left):
-                found = self._referred[reference][1]
-                (ending.add if self._ends(found, ending) else still_left.append)(reference)
+                if self._ends(self._referred[reference][1], ending):
+                    ending.add(reference)
+                else:
+                    still_left.append(reference)
             if len(still_left) == len(left):
                 raise InvalidParameterError(f"{left[0][:80]} refers to itself without an end: no value is complete.")
             left = still_left[::-1]

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from jpaged.api.errors import UnsupportedModelError
 from jpaged.engine.interface import NULL_BLOCK
 from jpaged.executor.cache.groups import Place
-from jpaged.executor.cache.paged import Layers, PagedAttention, Pools, Read, Written, slot_mapping
+from jpaged.executor.cache.paged import Layers, Pools, Read, Written, slot_mapping
 from jpaged.executor.cache.spec import LayerCache
 from jpaged.executor.cache.virtual.layout import VirtualCache
 from jpaged.models import row_tiles
@@ -200,15 +200,8 @@ class ContiguousAttention:
 class _Pairs(Layers):
     """`Layers` whose arrays are pairs, of keys and values."""
 
-    def __init__(
-        self,
-        pools: Pools,
-        of_layers: Sequence[PagedAttention],
-        arrays: Sequence[int],
-        shapes: Sequence[tuple[int, ...]],
-    ) -> None:
-        pairs: Any = tuple(zip(pools[::2], pools[1::2], strict=True))
-        super().__init__(pairs, of_layers, arrays, shapes)
+    def _held(self, pools: Pools) -> Sequence[Any]:
+        return [*zip(pools[::2], pools[1::2], strict=True)]
 
     def _seen(self, pool: Any, layer: SupportsIndex) -> Any:
         return pool
