@@ -118,7 +118,7 @@ def test_gradients_are_those_of_finite_differences():
         ({"kv_cache_layout": "virtual"}, "batch_invariant=True cannot go with kv_cache_layout='virtual'"),
         ({"one_shot_rows": 8, "tensor_parallel_size": 2}, "batch_invariant=True cannot go with one_shot_rows=8"),
         ({"block_size": 256}, "batch_invariant=True needs a block_size of at most 128"),
-        ({"kernel_backend": "mosaic"}, "batch_invariant=True cannot go with kernel_backend='mosaic'"),
+        ({"kernel_backend": "cudnn"}, "batch_invariant=True cannot go with kernel_backend='cudnn'"),
     ],
 )
 def test_what_cannot_keep_the_promise_is_refused_by_name(options, message):
@@ -139,6 +139,13 @@ def test_the_trainer_says_what_is_wrong_with_its_arguments():
         token_logprobs(model, {name: array for name, array in named.items() if name != "lm_head"}, tokens)
     with pytest.raises(InvalidParameterError, match=r"embedding must have shape"):
         token_logprobs(model, named | {"embedding": weights[0][:, :3]}, tokens)
+    with pytest.raises(InvalidParameterError, match="kernel_backend='xla' is for batch_invariant=True"):
+        token_logprobs(model, weights, tokens, kernel_backend="xla")
+    for name, message in (("cuda", "kernel_backend must be None or one of"), ("hopper", "'hopper' cannot do this:")):
+        with pytest.raises(InvalidParameterError, match=message):
+            token_logprobs(model, weights, tokens, batch_invariant=True, kernel_backend=name)
+    by_default = token_logprobs(model, weights, tokens, batch_invariant=True)
+    assert (token_logprobs(model, weights, tokens, batch_invariant=True, kernel_backend="xla") == by_default).all()
     assert token_logprobs(model, {"params": named}, tokens[:, :0]).shape == (2, 0)
 
 

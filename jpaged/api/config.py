@@ -320,8 +320,8 @@ class EngineArgs(SchedulingOptions):
             ("kv_cache_dtype", self.kv_cache_dtype == "fp8", "its attention reads the model's own type alone"),
             (
                 "kernel_backend",
-                self.kernel_backend not in (None, "triton", "xla"),
-                "its attention of a prompt's chunk may depend on where the chunk ends",
+                self.kernel_backend not in (None, "hopper", "mosaic", "triton", "xla"),
+                "nothing is known of what its attention depends on",
             ),
         ):
             if is_given:

@@ -181,6 +181,7 @@ class JpagedRollout(base_rollout.BaseRollout):
             jnp.asarray(tokens),
             jnp.asarray(lengths),
             batch_invariant=startup.args.batch_invariant,
+            kernel_backend=startup.args.kernel_backend if startup.args.batch_invariant else None,
         )
         places = (width - starts)[:, None] + np.arange(completions.shape[1])
         return jnp.take_along_axis(found, jnp.asarray(places), axis=1)

@@ -9,7 +9,7 @@ number of rows, and the trace is cut where attention mixes rows and where rows a
 
     product   rows [T, in] with weights [in, out], by a kernel that reads weights once and whose bits for a row depend
               neither on how many there are nor on where it stands (`pallas_kernels.invariant_product`)
-    segment   everything else, as a loop over tiles, behind borders which compilers do not fuse across: the same program
+    segment   everything else, tile by tile, behind borders which compilers do not fuse across: the same program
               wherever it stands, in decode and mixed steps of any size and in a trainer's forward pass
 
 Where there is no such kernel (on a CPU, in float32, for quantized weights and experts) products stay in the segments.
@@ -41,6 +41,10 @@ _CPU_ROWS = 16
 _WIDE_GPU_ROWS = 512
 """Of tiles without products: padding costs them next to nothing, and a batch of so many rows needs no loop."""
 
+_WIDE_TILES_APART = 4
+"""Up to so many tiles without products stand one after another, in one CUDA graph with all else. Of a loop the host
+starts each turn, which takes longer than what these compute; but more of them take long to compile."""
+
 
 def tile_rows() -> int:
     """Rows of a tile with products in it, on JAX's default device."""
@@ -65,7 +69,9 @@ def check_rows_are_apart(config: ModelConfig) -> None:
         )
 
 
-def in_row_tiles(function: Callable[..., Any], live: jax.Array, *rows: jax.Array, size: int | None = None) -> Any:
+def in_row_tiles(
+    function: Callable[..., Any], live: jax.Array, *rows: jax.Array, size: int | None = None, apart: int = 0
+) -> Any:
     """function(*rows), computed tile by tile.
 
     function: of arrays whose first axis is `size` long, to a tree of such arrays; it treats every row alike,
@@ -73,6 +79,7 @@ def in_row_tiles(function: Callable[..., Any], live: jax.Array, *rows: jax.Array
     live: bool [T]; what comes out for other rows means nothing.
     rows: arrays [T, ...].
     size: rows of a tile, `tile_rows()` if None. Equal bits need equal sizes.
+    apart: on a GPU so many tiles stand one after another; of more, and on a CPU, each is a turn of a loop.
     Returns a tree of arrays [T, ...].
     """
     size, total = size or tile_rows(), live.shape[0]
@@ -86,10 +93,16 @@ def in_row_tiles(function: Callable[..., Any], live: jax.Array, *rows: jax.Array
             f" makes an array of shape {wrong[0]}; leave it out."
         )
 
+    def compute(given: Sequence[jax.Array]) -> Any:
+        return lax.optimization_barrier(function(*lax.optimization_barrier(given)))
+
+    if count <= apart and default_device().platform != "cpu":
+        given = [[lax.slice_in_dim(x, tile * size, (tile + 1) * size) for x in rows] for tile in range(count)]
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts)[:total], *map(compute, given))
+
     def body(tile: jax.Array, out: Any) -> Any:
         begin = tile * size
-        given = [lax.dynamic_slice_in_dim(x, begin, size) for x in rows]
-        made = lax.optimization_barrier(function(*lax.optimization_barrier(given)))
+        made = compute([lax.dynamic_slice_in_dim(x, begin, size) for x in rows])
         return jax.tree.map(lambda x, part: lax.dynamic_update_slice_in_dim(x, part, begin, 0), out, made)
 
     out = jax.tree.map(lambda x: jnp.zeros((count * size, *x.shape[1:]), x.dtype), shapes)
@@ -347,7 +360,11 @@ class _Segments:
         if not left:
             return []
         made: list[jax.Array] = in_row_tiles(
-            partial(_run_part, part, shared, given, left), live, *values, size=self._size
+            partial(_run_part, part, shared, given, left),
+            live,
+            *values,
+            size=self._size,
+            apart=_WIDE_TILES_APART if self.are_cheap else 0,
         )
         return made
 

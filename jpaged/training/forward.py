@@ -23,7 +23,8 @@ from jpaged.executor.start.compilation import GPU_OPTIONS
 from jpaged.executor.step.heads import logits_and_sums
 from jpaged.models import Model, Weights, dense_causal_attend
 from jpaged.models.row_tiles import Attention, check_rows_are_apart, forward_in_row_tiles
-from jpaged.pallas_kernels import invariant_attention
+from jpaged.pallas_kernels import invariant_attention, registry
+from jpaged.pallas_kernels.registry import or_reference
 
 _BLOCK = 16
 """Tokens in a block of the keys and values of one layer, which are laid out as a pool while it attends."""
@@ -45,6 +46,7 @@ def token_logprobs(
     lengths: Int[Array, " batch"] | None = None,
     *,
     batch_invariant: bool = False,
+    kernel_backend: str | None = None,
 ) -> Float[Array, "batch length"]:
     """The log-probability of each token after those before it, under the model's own distribution.
 
@@ -59,12 +61,14 @@ def token_logprobs(
         lengths: int [batch]; tokens of each sequence, all by default.
         batch_invariant: compute as an engine with batch_invariant=True does, to the bit. The model is then whole on one
             device, as an engine's with tensor_parallel_size=1.
+        kernel_backend: with batch_invariant=True, that of the engine; None (the default of both) picks by device.
     Returns:
         float32 [batch, length]; entry [b, i] is log p(tokens[b, i] | tokens[b, :i]). The first token of a sequence and
         what is behind its end have 0.
     Raises:
-        InvalidParameterError: tokens or lengths of another shape or type, or weights that are not the model's.
-            Or, with batch_invariant=True, the model has recurrent layers or latent attention.
+        InvalidParameterError: tokens or lengths of another shape or type, weights that are not the model's, a kernel
+            backend that does not exist or cannot run here, or one without batch_invariant=True. Or, with it, the model
+            has recurrent layers or latent attention.
         UnsupportedModelError: the model is quantized, or, with batch_invariant=True, mixes tokens outside attention.
     """
     if model.quantized:
@@ -82,11 +86,31 @@ def token_logprobs(
         )
     if batch_invariant:
         check_rows_are_apart(model.config)
+    if kernel_backend is not None:
+        kernel_backend = _known(kernel_backend, batch_invariant)
     if not batch or not length:
         return jnp.zeros((batch, length), jnp.float32)
     rounded = tuple(x.astype(want.dtype) for x, want in zip(_flat(model, weights), model.abstract_weights, strict=True))
-    compute = _tiled if batch_invariant else _plain
-    return compute(model, rounded, tokens.astype(jnp.int32), lengths.astype(jnp.int32))
+    compute = partial(_tiled, model, kernel_backend) if batch_invariant else partial(_plain, model)
+    return compute(rounded, tokens.astype(jnp.int32), lengths.astype(jnp.int32))
+
+
+def _known(kernel_backend: str, batch_invariant: bool) -> str:
+    """The backend's own name."""
+    if not batch_invariant:
+        raise InvalidParameterError(
+            f"kernel_backend={kernel_backend!r} is for batch_invariant=True; what is not invariant is plain XLA. Leave"
+            " it out."
+        )
+    try:
+        name = registry.canonical(kernel_backend)
+    except ValueError as error:
+        raise InvalidParameterError(f"kernel_{error}") from error
+    if (reason := registry.refuses_here(name)) is not None:
+        raise InvalidParameterError(
+            f"kernel_backend={kernel_backend!r} cannot do this: {reason}. Leave it out to choose by device."
+        )
+    return name
 
 
 def _flat(model: Model, weights: Any) -> Weights:
@@ -144,9 +168,12 @@ def _plain(model: Model, weights: Weights, tokens: jax.Array, lengths: jax.Array
     return _scored(score, hidden, tokens, _is_scored(tokens, lengths))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-@partial(jax.jit, static_argnums=0)
-def _tiled(model: Model, weights: Weights, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@partial(jax.jit, static_argnums=(0, 1))
+def _tiled(
+    model: Model, kernel_backend: str | None, weights: Weights, tokens: jax.Array, lengths: jax.Array
+) -> jax.Array:
+    backend = or_reference(kernel_backend)
     batch, length = tokens.shape
     blocks = -(-length // _BLOCK)
     tables = jnp.arange(batch * blocks, dtype=jnp.int32).reshape(batch, blocks)
@@ -162,25 +189,29 @@ def _tiled(model: Model, weights: Weights, tokens: jax.Array, lengths: jax.Array
         kv = kv.reshape(batch, length, *kv.shape[1:])
         kv = jnp.pad(kv, ((0, 0), (0, blocks * _BLOCK - length), (0, 0), (0, 0), (0, 0)))
         pool = kv.reshape(batch * blocks, _BLOCK, *kv.shape[2:]).transpose(0, 2, 3, 1, 4)
-        return invariant_attention(asked.q, pool, tables, kv_lens, starts, **asked.features)
+        return invariant_attention(asked.q, pool, tables, kv_lens, starts, backend=kernel_backend, **asked.features)
 
     flat = jnp.maximum(tokens, 0).reshape(-1), positions.reshape(-1), live.reshape(-1)
-    hidden = forward_in_row_tiles(model, weights, *flat, attend, backend=None)
+    hidden = forward_in_row_tiles(model, weights, *flat, attend, backend)
     head = model.head_weights(weights)
 
     def score(rows: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         hidden, targets, wanted = rows
-        logits, sums = logits_and_sums(model, head, hidden, wanted)
+        logits, sums = logits_and_sums(model, head, hidden, wanted, backend)
         return _at(logits, targets) - sums[:, 0]
 
     return _scored(score, hidden, tokens, _is_scored(tokens, lengths))
 
 
-def _tiled_forward(model: Model, weights: Weights, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Any]:
-    return _tiled(model, weights, tokens, lengths), (weights, tokens, lengths)
+def _tiled_forward(
+    model: Model, kernel_backend: str | None, weights: Weights, tokens: jax.Array, lengths: jax.Array
+) -> tuple[jax.Array, Any]:
+    return _tiled(model, kernel_backend, weights, tokens, lengths), (weights, tokens, lengths)
 
 
-def _tiled_backward(model: Model, saved: Any, gradient: jax.Array) -> tuple[Any, None, None]:
+def _tiled_backward(
+    model: Model, kernel_backend: str | None, saved: Any, gradient: jax.Array
+) -> tuple[Any, None, None]:
     weights, tokens, lengths = saved
     _, backward = jax.vjp(lambda weights: _plain(model, weights, tokens, lengths), weights)
     return backward(gradient)[0], None, None

@@ -45,6 +45,19 @@ def test_every_program_of_a_step_is_one_cuda_graph_on_an_h200(tmp_path):
 
 
 @pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
+def test_an_invariant_step_of_two_tiles_is_one_graph_with_the_kernels_of_one_tile_twice(tmp_path):
+    script = Path(__file__).with_name("compile_invariant_steps_for_h200.py")
+    command = [sys.executable, str(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    programs = {record["name"]: record for line in done.stdout.splitlines() if (record := json.loads(line))}
+    one, two = programs["decode_512"], programs["mixed_1024"]
+    assert one["parts"] == two["parts"] == {"kCommandBuffer": 1}
+    assert len(one["arithmetic"]) > 5
+    assert two["arithmetic"] == {kernel: 2 * count for kernel, count in one["arithmetic"].items()}
+
+
+@pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
 def test_a_layer_in_fp8_is_ten_launches_in_a_decode_step(tmp_path):
     """Four products, three times rows rounded with what comes before, attention's output rounded, RoPE and write with
     the scales of QKV, and attention."""
