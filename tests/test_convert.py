@@ -1,11 +1,16 @@
 """`jpaged convert` where it cannot write, or must not."""
 
-import pytest
+import json
 
-from jpaged.api.errors import OutputError
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jpaged.api.errors import CheckpointError, OutputError
 from jpaged.cli import main
 from jpaged.models import ModelConfig, build
 from jpaged.models.loading import orbax_checkpoint
+from jpaged.models.loading.kv_scales import read_kv_scales
 from tests.tiny_models import tiny_model, write_tiny_model
 
 
@@ -37,3 +42,20 @@ def test_what_cannot_be_written_whole_is_removed_and_the_error_says_why(director
     with pytest.raises(OutputError, match="no space left"):
         orbax_checkpoint.save(model, model.init(0), tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_scales_of_the_cache_go_along(directory, tmp_path, capsys):
+    path, out = directory / "model.safetensors", tmp_path / "out"
+    name = "model.layers.{}.self_attn.{}_scale"
+    scales = {name.format(i, kind): np.array(0.5 + i, np.float32) for i in range(2) for kind in "kv"}
+    save_file(load_file(path) | scales, path)
+    assert main(["convert", str(directory), str(out), "-q"]) == 0
+    assert read_kv_scales("auto", out, [True, True]) == ((0.5, 0.5), (1.5, 1.5))
+    for held, said in (
+        ({"keys": [1.0, 1.0], "values": [1.0, 0.0]}, r"values\[1\] is 0, which must be above 0"),
+        ({"keys": [1.0], "values": [1.0]}, "scales of 1 and 1 layers, and the model has 2"),
+        ({"keys": [1.0, None], "values": [1.0, 1.0]}, "holds no scales"),
+    ):
+        (out / "kv_cache_scales.json").write_text(json.dumps(held))
+        with pytest.raises(CheckpointError, match=said):
+            read_kv_scales("auto", out, [True, True])

@@ -40,11 +40,14 @@ def run(args: argparse.Namespace) -> int:
 
     from jpaged.models import ModelConfig, build, load, resolve
     from jpaged.models.loading import orbax_checkpoint
+    from jpaged.models.loading.kv_scales import read_kv_scales, write_kv_scales
 
     orbax_checkpoint.check_target(args.out)  # before anything is downloaded or loaded
     directory = Path(resolve(args.model, args.revision))
     model = build(ModelConfig.from_directory(directory), args.dtype)
+    scales = read_kv_scales("auto", directory, model.config.layer_keeps_tokens)
     weights = load(model, directory, device=jax.devices("cpu")[0], progress=not args.quiet and sys.stderr.isatty())
     orbax_checkpoint.save(model, weights, args.out)
     orbax_checkpoint.copy_companions(directory, args.out)
+    write_kv_scales(scales, args.out)
     return 0

@@ -10,10 +10,12 @@ from jpaged.cli.options import add_model_options, engine_options
 from jpaged.cli.terminal import Screen
 
 
-def add_job_options(parser: argparse.ArgumentParser, unit: str, default: int, *, compares: bool = False) -> None:
+def add_job_options(
+    parser: argparse.ArgumentParser, unit: str, default: int, *, generates: bool = True, compares: bool = False
+) -> None:
     """Options of files and of the model; `job` reads them.
 
-    unit: what a shard's size is counted in. default: of them. compares: as of `add_model_options`.
+    unit: what a shard's size is counted in. default: of them. generates, compares: as of `add_model_options`.
     """
     group = parser.add_argument_group("file options")
     group.add_argument("--overwrite", action="store_true", help="replace the output, drop unfinished work on it")
@@ -26,7 +28,7 @@ def add_job_options(parser: argparse.ArgumentParser, unit: str, default: int, *,
         help="run the engine in this process, which then ends with it; else it has one of its own, which is started"
         " again",
     )
-    add_model_options(parser, compares=compares)
+    add_model_options(parser, generates=generates, compares=compares)
 
 
 @contextmanager

@@ -103,19 +103,16 @@ def add_debug_option(parser: argparse._ActionsContainer, default: Any = argparse
     parser.add_argument("--debug", action="store_true", default=default, help="show tracebacks and library messages")
 
 
-def add_model_options(parser: argparse.ArgumentParser, *, compares: bool = False) -> None:
-    """Which model to run, and how; `engine_options` reads them. compares: the command scores pairs of texts."""
+def add_model_options(parser: argparse.ArgumentParser, *, generates: bool = True, compares: bool = False) -> None:
+    """Which model to run, and how; `engine_options` reads them. generates: the command samples answers. compares: it
+    scores pairs of texts."""
     parser.add_argument(
         "-m", "--model", metavar="DIR_OR_ID", help="a directory or a Hugging Face hub id (default: the embedded model)"
     )
     group = parser.add_argument_group("engine options")
     group.add_argument("--dtype", choices=get_args(DType), help="type of weights and KV cache (default: auto)")
-    group.add_argument(
-        "--generation-config",
-        metavar="auto|vllm|DIR",
-        help="whose generation_config.json says how to sample where a request does not: the model's (auto),"
-        " none's (vllm) or that of a directory (default: auto)",
-    )
+    if generates:
+        _add_generation_settings(group)
     for flag, kind, metavar, what in _ENGINE_OPTIONS:
         default = EngineArgs.__dataclass_fields__[flag[2:].replace("-", "_")].default
         shown = what if default is None else f"{what} (default: {default:g})"
@@ -137,11 +134,6 @@ def add_model_options(parser: argparse.ArgumentParser, *, compares: bool = False
         choices=get_args(CompilePrograms),
         help="all at start, or each when a step first needs it, which CPUs alone can do; auto: the latter on a CPU"
         " unless --kernel-backend forces kernels (default: auto)",
-    )
-    group.add_argument(
-        "--logprobs-mode",
-        choices=get_args(LogprobsMode),
-        help="log-probabilities of the model's own distribution, or of the one sampled from (default: raw_logprobs)",
     )
     group.add_argument(
         "--batch-invariant",
@@ -195,12 +187,6 @@ def add_model_options(parser: argparse.ArgumentParser, *, compares: bool = False
         help="split a mixture of experts by experts over the devices of --tensor-parallel-size",
     )
     group.add_argument(
-        "--expert-load",
-        action="store_const",
-        const=True,
-        help="count the tokens of each expert of a mixture, for /metrics and get_metrics",
-    )
-    group.add_argument(
         "--kernel-backend",
         metavar="NAME",
         help='attention, cache and MLP kernels: "hopper" (or "mosaic"), "triton" or "xla" (default: by device)',
@@ -223,6 +209,39 @@ def add_model_options(parser: argparse.ArgumentParser, *, compares: bool = False
         )
     group.add_argument("-q", "--quiet", action="store_true", help="no start-up table, progress or timing")
     add_debug_option(group)
+
+
+def _add_generation_settings(group: "argparse._ArgumentGroup") -> None:
+    """Options of engines whose answers are sampled, or whose metrics somebody reads."""
+    group.add_argument(
+        "--generation-config",
+        metavar="auto|vllm|DIR",
+        help="whose generation_config.json says how to sample where a request does not: the model's (auto),"
+        " none's (vllm) or that of a directory (default: auto)",
+    )
+    group.add_argument(
+        "--logprobs-mode",
+        choices=get_args(LogprobsMode),
+        help="log-probabilities of the model's own distribution, or of the one sampled from (default: raw_logprobs)",
+    )
+    group.add_argument(
+        "--expert-load",
+        action="store_const",
+        const=True,
+        help="count the tokens of each expert of a mixture, for /metrics and get_metrics",
+    )
+
+
+def add_parser_options(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
+    """How the model writes what is not text."""
+    parser.add_argument(
+        "--tool-parser", metavar="NAME", help="how the model writes tool calls (default: found from its chat template)"
+    )
+    parser.add_argument(
+        "--reasoning-parser",
+        metavar="NAME",
+        help='how the model writes reasoning; "none" leaves it in the text (default: found from its chat template)',
+    )
 
 
 def engine_options(args: argparse.Namespace, *, verbose: bool) -> dict[str, Any]:

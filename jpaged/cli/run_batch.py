@@ -4,6 +4,7 @@ import argparse
 from textwrap import dedent
 
 from jpaged.cli.file_jobs import add_job_options, job
+from jpaged.cli.options import add_parser_options
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -24,6 +25,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument("-i", "--input", required=True, metavar="INPUT", help="a .jsonl file of requests")
     parser.add_argument("-o", "--output", required=True, metavar="OUTPUT", help="a .jsonl file")
     parser.add_argument("--seed", type=int, metavar="N", help="of requests that have none (default: 0)")
+    add_parser_options(parser)
     add_job_options(parser, "requests", 64, compares=True)
     parser.set_defaults(run=run)
 
@@ -33,7 +35,13 @@ def run(args: argparse.Namespace) -> int:
     with job(args) as (screen, options):
         from jpaged.serving.batch import run_batch
 
-        summary = run_batch(args.input, args.output, **options)
+        summary = run_batch(
+            args.input,
+            args.output,
+            tool_parser=args.tool_parser,
+            reasoning_parser=args.reasoning_parser,
+            **options,
+        )
     if summary.num_errors:
         screen.warn(f"{summary.num_errors} of {summary.num_rows} requests failed; {args.output} says why")
     screen.note(f"{summary.num_rows:,} requests, {summary.num_tokens:,} tokens in {summary.seconds:.1f} s")

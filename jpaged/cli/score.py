@@ -41,7 +41,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         default="fail",
         help="a malformed row ends the run, or is left out and listed in OUTPUT.errors.jsonl (default: fail)",
     )
-    add_job_options(parser, "characters", 524288)
+    add_job_options(parser, "characters", 524288, generates=False)
     parser.set_defaults(run=run)
 
 

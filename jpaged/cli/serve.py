@@ -12,7 +12,7 @@ from typing import get_args
 
 from jpaged.api.config import EngineArgs, Policy, RestartOptions
 from jpaged.api.errors import InvalidParameterError
-from jpaged.cli.options import add_model_options, engine_options
+from jpaged.cli.options import add_model_options, add_parser_options, engine_options
 from jpaged.cli.terminal import Screen
 from jpaged.serving.limits import ServerLimits
 
@@ -172,14 +172,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         action="store_true",
         help="take what messages spell like a control token for one; see the docs",
     )
-    group.add_argument(
-        "--tool-parser", metavar="NAME", help="how the model writes tool calls (default: found from its chat template)"
-    )
-    group.add_argument(
-        "--reasoning-parser",
-        metavar="NAME",
-        help='how the model writes reasoning; "none" leaves it in the text (default: found from its chat template)',
-    )
+    add_parser_options(group)
     group.add_argument("--scheduling-policy", choices=get_args(Policy), help="which requests run first (default: fcfs)")
     limits = parser.add_argument_group("limits", "What clients may ask for.")
     defaults = {f"--{field.name.removesuffix('_s').replace('_', '-')}": field.default for field in fields(ServerLimits)}

@@ -32,6 +32,7 @@ from jpaged.scoring.shards import write_shard
 from jpaged.scoring.workers import Done, Shard
 from jpaged.serving.batch_requests import BadLine, BadRequest, BatchRequest, bad_line, parse_request, response_line
 from jpaged.serving.embeddings import PoolingBody
+from jpaged.serving.options import check_parsers
 from jpaged.serving.sampling import in_words_of
 from jpaged.text.tokenizer import Tokenizer
 
@@ -49,6 +50,8 @@ def run_batch(
     data_parallel_size: int = 1,
     worker_process: bool = False,
     use_tqdm: bool = True,
+    tool_parser: str | None = None,
+    reasoning_parser: str | None = None,
     **options: Any,
 ) -> JobSummary:
     """Answers a file of OpenAI requests. After a crash, the same call resumes the work.
@@ -67,6 +70,8 @@ def run_batch(
         worker_process: a single worker, too, has a process of its own. A worker process that ends, or whose engine
             fails, is started again with the shards that it had, as long as it gets on.
         use_tqdm: show a progress bar.
+        tool_parser, reasoning_parser: how the model writes tool calls and reasoning, by the names of `jpaged serve`;
+            by default both are found from its chat template.
     Returns: `num_errors` counts lines that were not answered with status 200.
     Raises:
         InvalidParameterError: an argument out of range; the output exists; unfinished work of another job is there.
@@ -77,12 +82,14 @@ def run_batch(
     check_bool("overwrite", overwrite)
     check_bool("worker_process", worker_process)
     check_bool("use_tqdm", use_tqdm)
+    check_parsers(tool_parser, reasoning_parser)
+    parsers = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
     job = Job(
         task="batch",
         processor=BatchShards,
         inputs=paths,
         output=checked_output(output, paths, (".jsonl",)),
-        settings={},
+        settings={name: value for name, value in parsers.items() if value is not None},
         engine=checked_options({"model": model, **options}, data_parallel_size=data_parallel_size),
         shard_size=int(shard_size),
         size_of=lambda record: 1,
@@ -105,6 +112,7 @@ class BatchShards:
 
     def __init__(self, options: dict[str, Any], directory: Path) -> None:
         self._directory = directory
+        self._parsers = {name: options.get(name) for name in ("tool_parser", "reasoning_parser")}
         self._args = EngineArgs(**engine_fields(options))
         self._engine = LLMEngine(self._args)
         tokenizer = self._engine.tokenizer
@@ -167,6 +175,7 @@ class BatchShards:
                 self._engine.default_sampling_params,
                 self._engine.embeddings,
                 self._reranker,
+                **self._parsers,
             )
             line.request = request
             line.outputs = [None] * len(request.prompts)

@@ -31,7 +31,7 @@ from jpaged.serving.embeddings import PoolingBody
 from jpaged.serving.errors import ApiError, api_error, decoding_error
 from jpaged.serving.protocol import ChatCompletionRequest, CompletionRequest, refuse_unsupported
 from jpaged.serving.sampling import in_words_of, sampling_of
-from jpaged.serving.turns import Reading, reading_of, turn_of
+from jpaged.serving.turns import Reading, Turn, reading_of, turn_of
 from jpaged.text.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -90,9 +90,11 @@ def parse_request(
     defaults: SamplingParams,
     embedding: EmbeddingConfig | None = None,
     reranker: Reranker | None = None,
+    tool_parser: str | None = None,
+    reasoning_parser: str | None = None,
 ) -> BatchRequest:
     """Parses a line. defaults: for sampling fields that the body leaves out. embedding: how the model embeds. reranker:
-    what judges pairs of texts, instead of their embeddings.
+    what judges pairs of texts, instead of their embeddings. tool_parser, reasoning_parser: as of `AppOptions`.
 
     Raises:
         BadLine: it is no request. BadRequest: its body asks for what cannot be done.
@@ -121,7 +123,11 @@ def parse_request(
         _check(body)
         if isinstance(body, PoolingBody):
             return _to_embed(custom_id, body, tokenizer, embedding or EmbeddingConfig(), reranker)
-        return _to_generate(custom_id, body, tokenizer, defaults)
+        if isinstance(body, ChatCompletionRequest):
+            return _to_chat(
+                custom_id, body, tokenizer, defaults, turn_of(body, tokenizer, tool_parser, reasoning_parser)
+            )
+        return _to_complete(custom_id, body, tokenizer, defaults)
     except (ApiError, JPagedError) as error:
         raise BadRequest(custom_id, error, kind) from error
 
@@ -158,27 +164,29 @@ def _with_special(body: CompletionRequest | PoolingBody, prompts: list[Prompt], 
     return [tokenizer.encode(one, add_special_tokens=False) if isinstance(one, str) else one for one in prompts]
 
 
-def _to_generate(
-    custom_id: str, body: CompletionRequest | ChatCompletionRequest, tokenizer: Tokenizer, defaults: SamplingParams
+def _to_chat(
+    custom_id: str, body: ChatCompletionRequest, tokenizer: Tokenizer, defaults: SamplingParams, turn: Turn
 ) -> BatchRequest:
     params = sampling_of(body, defaults)
-    prompts: list[Prompt]
-    if isinstance(body, ChatCompletionRequest):
-        turn = turn_of(body, tokenizer)
-        prompt = tokenizer.chat_prompt(turn.messages, **template_arguments(body, turn, tokenizer))
-        prompts = [tokenizer.encode_prompt(prompt)]
-        if not turn.is_plain:
-            reading = reading_of(turn, body, prompt.text)
-            constraint = turn.constraint(body, reading.reasons, tokenizer)
-            with in_words_of(body, constraint):
-                params = turn.applied(params, constraint, tokenizer)
-            return BatchRequest(custom_id, body, prompts, params, reading, constraint)
-    else:
-        prompts = as_prompt_list(body.prompt)
-        if not prompts:
-            raise InvalidPromptError("prompt is an empty list; give at least one prompt.")
-        prompts = _with_special(body, prompts, tokenizer)
-    return BatchRequest(custom_id, body, prompts, params)
+    prompt = tokenizer.chat_prompt(turn.messages, **template_arguments(body, turn, tokenizer))
+    prompts: list[Prompt] = [tokenizer.encode_prompt(prompt)]
+    if turn.is_plain:
+        return BatchRequest(custom_id, body, prompts, params)
+    reading = reading_of(turn, body, prompt.text)
+    constraint = turn.constraint(body, reading.reasons, tokenizer)
+    with in_words_of(body, constraint):
+        params = turn.applied(params, constraint, tokenizer)
+    return BatchRequest(custom_id, body, prompts, params, reading, constraint)
+
+
+def _to_complete(
+    custom_id: str, body: CompletionRequest, tokenizer: Tokenizer, defaults: SamplingParams
+) -> BatchRequest:
+    params = sampling_of(body, defaults)
+    prompts = as_prompt_list(body.prompt)
+    if not prompts:
+        raise InvalidPromptError("prompt is an empty list; give at least one prompt.")
+    return BatchRequest(custom_id, body, _with_special(body, prompts, tokenizer), params)
 
 
 def response_line(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jpaged.api.checks import check_integer
 from jpaged.api.config import RestartOptions
-from jpaged.api.errors import InvalidParameterError
+from jpaged.api.errors import InvalidParameterError, shown
 from jpaged.processes.traces import check_endpoint
 from jpaged.serving.limits import ServerLimits
 from jpaged.serving.listeners import Listeners
@@ -22,6 +22,18 @@ LAST_WORDS_S = 2.0
 """After the time to drain, aborted requests get this long to send their answers."""
 TOOL_PARSERS = tuple(form.name for form in TOOL_FORMATS)
 REASONING_PARSERS = ("none", *(form.name for form in REASONING_FORMATS))
+
+
+def check_parsers(tool_parser: str | None, reasoning_parser: str | None) -> None:
+    """Raises InvalidParameterError for a name that no format of calls or of reasoning has."""
+    for name, value, known in (
+        ("tool_parser", tool_parser, TOOL_PARSERS),
+        ("reasoning_parser", reasoning_parser, REASONING_PARSERS),
+    ):
+        if value is not None and value not in known:
+            raise InvalidParameterError(f"{name} must be one of {', '.join(known)}, got {shown(value)}.")
+
+
 """Names that the options of this name may have."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Signals that begin the draining."""
@@ -91,10 +103,7 @@ class AppOptions:
                 raise InvalidParameterError(f"{name} holds an empty string; leave it out or give a value.")
         if not self.served_model_names:
             raise InvalidParameterError("served_model_names is empty; give at least one name.")
-        for name, known in (("tool_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
-            value = getattr(self, name)
-            if value is not None and value not in known:
-                raise InvalidParameterError(f"{name} must be one of {', '.join(known)}, got {value!r}.")
+        check_parsers(self.tool_parser, self.reasoning_parser)
         if self.chat_template is not None and not self.chat_template.strip():
             raise InvalidParameterError("chat_template is empty; leave it out or give a template.")
         if not self.metrics_prefix.isidentifier():

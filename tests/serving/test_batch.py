@@ -17,6 +17,7 @@ from jpaged.assets import demo_model_path
 from jpaged.cli import main
 from jpaged.frontend.embedding_config import EmbeddingConfig
 from jpaged.scoring.inputs import Record
+from jpaged.scoring.jobs import JobSummary
 from jpaged.scoring.workers import Shard
 from jpaged.serving import batch
 from jpaged.serving.batch_requests import parse_request, response_line
@@ -202,6 +203,8 @@ def test_an_input_without_requests_has_an_empty_output(tmp_path, content):
         ({"model": 5}, "model must be"),
         ({"shard_size": "x"}, "shard_size must be an integer, got 'x'"),
         ({"overwrite": "yes"}, "overwrite must be True or False"),
+        ({"tool_parser": "hermit"}, "tool_parser must be one of .*hermes.*, got 'hermit'"),
+        ({"reasoning_parser": "hermes"}, "reasoning_parser must be one of none, .*, got 'hermes'"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_begun(tmp_path, monkeypatch, changes, message):
@@ -306,3 +309,32 @@ def test_a_line_with_tools_is_constrained_and_its_calls_are_read():
     (choice,) = response_line(parsed, "model", [output], tokenizer)["response"]["body"]["choices"]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "clock", "arguments": "{}"}
+
+
+def test_calls_are_read_as_the_parser_that_was_named_writes_them(monkeypatch, tmp_path):
+    tokenizer = Tokenizer.load(demo_model_path())
+    tools = [{"type": "function", "function": {"name": "clock"}}]
+    line = request("a", CHAT, messages=MESSAGES, tools=tools)
+    text = '[TOOL_CALLS][{"name": "clock", "arguments": {}}]'
+    output = RequestOutput("a", None, [1], [CompletionOutput(0, text, [1], None, None, "stop")], True)
+    for name, reason in ((None, "stop"), ("mistral", "tool_calls")):
+        parsed = parse_request(line, tokenizer, SamplingParams(), tool_parser=name)
+        (choice,) = response_line(parsed, "model", [output], tokenizer)["response"]["body"]["choices"]
+        assert choice["finish_reason"] == reason
+
+    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
+    jobs = []
+    monkeypatch.setattr(
+        batch, "run_job", lambda job, *arguments, **options: jobs.append(job) or JobSummary(1, 0, 0, 0, 0)
+    )
+    command = ["run-batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]
+    assert main([*command, "--tool-parser", "mistral", "--reasoning-parser", "none"]) == 0
+    assert jobs[0].settings == {"tool_parser": "mistral", "reasoning_parser": "none"}
+    monkeypatch.setattr(batch, "LLMEngine", FakeEngine)
+    processor = batch.BatchShards(jobs[0].settings | {"engine": {}}, tmp_path)
+    parsed = []
+    monkeypatch.setattr(
+        batch, "parse_request", lambda *given, **options: parsed.append(options) or parse_request(*given)
+    )
+    processor.run([Shard(0, [Record(0, "f", 0, GOOD[0])])], lambda entry: None, lambda rows, tokens: None)
+    assert parsed == [jobs[0].settings]

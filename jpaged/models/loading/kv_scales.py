@@ -2,17 +2,23 @@
 
 model.layers.3.self_attn.k_scale, .v_scale                  compressed-tensors (LLM Compressor)
 model.layers.3.self_attn.k_proj.k_scale, .v_proj.v_scale    ModelOpt, and .attn.k_scale of some
+kv_cache_scales.json: {"keys": [..], "values": [..]}        Orbax checkpoints of `jpaged convert`
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from jpaged.api.errors import CheckpointError
+from jpaged.models.config_reader import read_json
 from jpaged.models.loading.checkpoint import KV_SCALE, find_tensors, is_orbax
 from jpaged.models.quantization.scheme import FLOAT_TYPES
 from jpaged.pallas_kernels.common.numerics import LEAST_SCALE, MOST_SCALE
+
+_FILE = "kv_cache_scales.json"
+_WHAT = {"k": "keys", "v": "values"}
 
 
 def read_kv_scales(load_format: str, directory: Path, keeps_tokens: Sequence[bool]) -> tuple[tuple[float, float], ...]:
@@ -24,8 +30,10 @@ def read_kv_scales(load_format: str, directory: Path, keeps_tokens: Sequence[boo
         CheckpointError: it has some of them only, two of one, or one that is not a finite number above 0.
     """
     plain = ((1.0, 1.0),) * len(keeps_tokens)
-    if load_format == "dummy" or is_orbax(load_format, directory):
+    if load_format == "dummy":
         return plain
+    if is_orbax(load_format, directory):
+        return _read_file(directory / _FILE, len(plain)) if (directory / _FILE).exists() else plain
     found: dict[tuple[int, str], float] = {}
     for name, tensor in find_tensors(directory).items():
         parts = KV_SCALE.search(name)
@@ -39,13 +47,7 @@ def read_kv_scales(load_format: str, directory: Path, keeps_tokens: Sequence[boo
                 f"{tensor.path}: {name} is {tensor.type_name}{tensor.shape}; scales of the KV cache must be one number"
                 " a layer."
             )
-        scale = float(tensor.read().astype(np.float32).reshape(()))
-        if not LEAST_SCALE <= scale <= MOST_SCALE:
-            raise CheckpointError(
-                f"{tensor.path}: {name} is {scale:g}, which must be above 0 and finite (from {LEAST_SCALE:g} to"
-                f" {MOST_SCALE:g})."
-            )
-        found[place] = scale
+        found[place] = _checked(float(tensor.read().astype(np.float32).reshape(())), tensor.path, name)
     if not found:
         return plain
     layers = [layer for layer, keeps in enumerate(keeps_tokens) if keeps]
@@ -59,4 +61,37 @@ def read_kv_scales(load_format: str, directory: Path, keeps_tokens: Sequence[boo
     return tuple((found.get((layer, "k"), 1.0), found.get((layer, "v"), 1.0)) for layer in range(len(keeps_tokens)))
 
 
-_WHAT = {"k": "keys", "v": "values"}
+def write_kv_scales(scales: Sequence[tuple[float, float]], directory: Path) -> None:
+    """Puts scales, as `read_kv_scales` has them, beside an Orbax checkpoint; nothing if all are 1.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    if any(one != (1.0, 1.0) for one in scales):
+        keys, values = zip(*scales, strict=True)
+        (directory / _FILE).write_text(json.dumps({"keys": keys, "values": values}) + "\n")
+
+
+def _read_file(path: Path, layers: int) -> tuple[tuple[float, float], ...]:
+    """What `write_kv_scales` wrote."""
+    found = read_json(path)
+    try:
+        keys, values = ([float(scale) for scale in found[what]] for what in _WHAT.values())
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{path} holds no scales of keys and values ({error!r}); convert it again.") from error
+    if not len(keys) == len(values) == layers:
+        raise CheckpointError(
+            f"{path} has scales of {len(keys)} and {len(values)} layers, and the model has {layers}; convert it again."
+        )
+    for what, scales in (("keys", keys), ("values", values)):
+        for layer, scale in enumerate(scales):
+            _checked(scale, path, f"{what}[{layer}]")
+    return tuple(zip(keys, values, strict=True))
+
+
+def _checked(scale: float, path: Path, name: str) -> float:
+    if not LEAST_SCALE <= scale <= MOST_SCALE:
+        raise CheckpointError(
+            f"{path}: {name} is {scale:g}, which must be above 0 and finite (from {LEAST_SCALE:g} to {MOST_SCALE:g})."
+        )
+    return scale
