@@ -105,6 +105,12 @@ PANELS: list[tuple[str, list[tuple[str, str, str, Targets]]]] = [  # rows of (ti
                 ],
             ),
             (
+                "Engines awake and asleep",
+                "short",
+                "Engines that are awake, and that sleep: at level 1, or at level 2.",
+                [(f"sum by (sleep_state) (${{prefix}}:engine_sleep_state{SELECTOR})", "{{sleep_state}}")],
+            ),
+            (
                 "Prefix cache hit rate",
                 "percentunit",
                 "Prompt tokens found in the prefix cache, of those looked up; those of them that host memory held; and"

@@ -51,6 +51,9 @@ _ENGINE_METRICS = {  # by field of EngineStats
 }
 
 
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+"""By the level of `EngineStats.asleep`, in vLLM's words."""
+
 _EXPERT_METRICS: tuple[tuple[str, str, str, Callable[[ExpertLoad], Sequence[float]]], ...] = (
     ("expert_tokens", "counter", "Tokens, each once for each of its experts.", lambda load: [*map(sum, load.tokens)]),
     (
@@ -88,6 +91,12 @@ def exposition(
 
     for field, (name, kind, what) in _ENGINE_METRICS.items():
         add(name, kind, what, [(labels[replica], getattr(one, field)) for replica, one in stats.items()])
+    states = [
+        (f'{labels[replica]},sleep_state="{state}"', int(one.asleep == level))
+        for replica, one in stats.items()
+        for level, state in enumerate(_SLEEP_STATES)
+    ]
+    add("engine_sleep_state", "gauge", "1 for what the engine is: awake, or asleep at level 1 or 2.", states)
     reasons = [
         (f'{labels[replica]},finished_reason="{reason}"', count)
         for replica in replicas

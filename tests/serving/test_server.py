@@ -182,6 +182,8 @@ def test_an_engine_that_sleeps_refuses_requests_until_it_wakes_up(server):
     assert server.client.get("/is_sleeping").json() == {"is_sleeping": False}
     assert server.client.post("/sleep").json() == {"asleep": 1}
     assert server.client.get("/is_sleeping").json() == {"is_sleeping": True}
+    states = re.findall(r'sleep_state="(\w+)"} (\d)', server.client.get("/metrics").text)
+    assert states == [("awake", "0"), ("weights_offloaded", "1"), ("discard_all", "0")]
     assert server.client.post("/wake_up", params={"tags": "weights"}).json()["error"]["param"] == "tags"
     refused = server.client.post("/v1/completions", json=body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "asleep")
