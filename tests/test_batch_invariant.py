@@ -1,6 +1,7 @@
 """batch_invariant=True: log-probabilities have the same bits whatever is computed beside a token, and in training."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,6 +12,9 @@ from flax import nnx
 
 from jpaged import EngineArgs, LLMEngine
 from jpaged.api.errors import InvalidParameterError, UnsupportedModelError
+from jpaged.bench.models import CONFIGS
+from jpaged.executor.start import invariance
+from jpaged.executor.start.invariance import check_attention
 from jpaged.models import ModelConfig, Weights, build, dense_causal_attend
 from jpaged.models.row_tiles import in_row_tiles
 from jpaged.training import token_logprobs
@@ -141,12 +145,38 @@ def test_the_trainer_says_what_is_wrong_with_its_arguments():
         token_logprobs(model, named | {"embedding": weights[0][:, :3]}, tokens)
     with pytest.raises(InvalidParameterError, match="kernel_backend='xla' is for batch_invariant=True"):
         token_logprobs(model, weights, tokens, kernel_backend="xla")
-    for name, message in (("cuda", "kernel_backend must be None or one of"), ("hopper", "'hopper' cannot do this:")):
+    for name, message in (
+        ("cuda", "kernel_backend must be None or one of hopper"),
+        ("hopper", "'hopper' cannot do this:"),
+    ):
         with pytest.raises(InvalidParameterError, match=message):
             token_logprobs(model, weights, tokens, batch_invariant=True, kernel_backend=name)
     by_default = token_logprobs(model, weights, tokens, batch_invariant=True)
     assert (token_logprobs(model, weights, tokens, batch_invariant=True, kernel_backend="xla") == by_default).all()
     assert token_logprobs(model, {"params": named}, tokens[:, :0]).shape == (2, 0)
+
+
+def test_a_trainer_attends_to_chunks_of_the_context_as_the_plain_form_does():
+    model = build(ModelConfig.from_dict(tiny_model("llama4-scout-style").config), "float32")
+    weights, tokens = model.init(0), np.random.default_rng(0).integers(3, 100, (2, 40))
+    lengths = np.array([40, 17], np.int32)
+    found = token_logprobs(model, weights, tokens, lengths, batch_invariant=True)
+    np.testing.assert_allclose(found, token_logprobs(model, weights, tokens, lengths), rtol=0, atol=2e-5)
+
+
+def test_blocks_whose_attention_is_another_than_a_trainers_are_refused(monkeypatch):
+    model = build(ModelConfig.from_dict(CONFIGS["qwen3-0.6b"]), "bfloat16")
+    check_attention(model, None, 8)  # on a CPU all blocks go to XLA
+    chosen = {8: "xla", 16: "hopper"}
+    pick = SimpleNamespace(pick=lambda backend, q, pool: SimpleNamespace(backend=chosen[pool.shape[3]]))
+    monkeypatch.setattr(invariance, "OP", pick)
+    with pytest.raises(
+        InvalidParameterError, match="block_size=8 would take the kernels of 'xla', and a trainer those"
+    ):
+        check_attention(model, None, 8)
+    monkeypatch.undo()
+    with pytest.raises(InvalidParameterError, match="cannot be had with kernel_backend='hopper': "):
+        check_attention(model, "hopper", 16)
 
 
 def test_a_model_that_mixes_tokens_by_itself_is_refused():

@@ -54,8 +54,13 @@ def test_scales_of_the_cache_go_along(directory, tmp_path, capsys):
     for held, said in (
         ({"keys": [1.0, 1.0], "values": [1.0, 0.0]}, r"values\[1\] is 0, which must be above 0"),
         ({"keys": [1.0], "values": [1.0]}, "scales of 1 and 1 layers, and the model has 2"),
-        ({"keys": [1.0, None], "values": [1.0, 1.0]}, "holds no scales"),
+        ({"keys": [1.0, None], "values": [1.0, 1.0]}, "holds no lists of numbers"),
     ):
         (out / "kv_cache_scales.json").write_text(json.dumps(held))
         with pytest.raises(CheckpointError, match=said):
             read_kv_scales("auto", out, [True, True])
+
+    save_file({k: v for k, v in load_file(path).items() if k != name.format(1, "v")}, path)
+    assert main(["convert", str(directory), str(tmp_path / "other"), "-q"]) == 0
+    assert "scales of keys and values are left out: " in capsys.readouterr().err
+    assert read_kv_scales("auto", tmp_path / "other", [True, True]) == ((1.0, 1.0), (1.0, 1.0))

@@ -15,6 +15,8 @@ KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
 KVCacheLayout = Literal["paged", "virtual"]
 VirtualPageLayout = Literal["sliced", "per-layer"]
 
+INVARIANT_BACKENDS = ("hopper", "mosaic", "triton", "xla")
+"""Kernel backends with an attention that computes each query by itself, for `batch_invariant`."""
 
 _MAX_DEVICES = 4096
 """More than any machine or cluster has. It keeps a mistyped number from starting processes without end."""
@@ -145,7 +147,7 @@ class EngineArgs(SchedulingOptions):
         batch_invariant: give a token's logits and log-probabilities the same bits whatever shares its steps, however
             prompts are cut into chunks, and whatever comes from the prefix cache, from swap or from computing again.
             Each row is computed in a tile of fixed size (`docs/reinforcement_learning.md` says what that costs and what
-            it cannot go with). Another tensor_parallel_size, device or version may give other bits.
+            it cannot go with). Another tensor_parallel_size, kernel_backend, device or version may give other bits.
         expert_load: count the tokens of each expert of a mixture (`EngineStats.expert_load`, `/metrics`) on the device,
             in the steps that compute them.
         load_format: "safetensors" or "orbax" checkpoint, or "auto" for what is there; "dummy" makes random weights from
@@ -320,8 +322,8 @@ class EngineArgs(SchedulingOptions):
             ("kv_cache_dtype", self.kv_cache_dtype == "fp8", "its attention reads the model's own type alone"),
             (
                 "kernel_backend",
-                self.kernel_backend not in (None, "hopper", "mosaic", "triton", "xla"),
-                "nothing is known of what its attention depends on",
+                self.kernel_backend not in (None, *INVARIANT_BACKENDS),
+                "it has no attention that computes each query by itself",
             ),
         ):
             if is_given:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from jpaged.api.config import DType
+from jpaged.api.errors import CheckpointError
 from jpaged.cli.options import add_debug_option
 
 
@@ -45,9 +46,13 @@ def run(args: argparse.Namespace) -> int:
     orbax_checkpoint.check_target(args.out)  # before anything is downloaded or loaded
     directory = Path(resolve(args.model, args.revision))
     model = build(ModelConfig.from_directory(directory), args.dtype)
-    scales = read_kv_scales("auto", directory, model.config.layer_keeps_tokens)
+    try:
+        scales = read_kv_scales("auto", directory, model.config.layer_keeps_tokens)
+    except CheckpointError as error:  # engines read them only where the cache is in FP8
+        print(f"jpaged convert: its scales of keys and values are left out: {error}", file=sys.stderr)
+        scales = ()
     weights = load(model, directory, device=jax.devices("cpu")[0], progress=not args.quiet and sys.stderr.isatty())
+    write_kv_scales(scales, args.out)
     orbax_checkpoint.save(model, weights, args.out)
     orbax_checkpoint.copy_companions(directory, args.out)
-    write_kv_scales(scales, args.out)
     return 0

@@ -212,7 +212,7 @@ def add_model_options(parser: argparse.ArgumentParser, *, generates: bool = True
 
 
 def _add_generation_settings(group: "argparse._ArgumentGroup") -> None:
-    """Options of engines whose answers are sampled, or whose metrics somebody reads."""
+    """Options that are idle where nothing is sampled: nor does anybody read the engine's metrics there."""
     group.add_argument(
         "--generation-config",
         metavar="auto|vllm|DIR",
@@ -232,7 +232,7 @@ def _add_generation_settings(group: "argparse._ArgumentGroup") -> None:
     )
 
 
-def add_parser_options(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
+def add_parser_options(parser: argparse._ActionsContainer) -> None:
     """How the model writes what is not text."""
     parser.add_argument(
         "--tool-parser", metavar="NAME", help="how the model writes tool calls (default: found from its chat template)"

@@ -39,7 +39,7 @@ from jpaged.pallas_kernels.registry import REFERENCE
 
 _CPU_ROWS = 16
 _WIDE_GPU_ROWS = 512
-"""Of tiles without products: padding costs them next to nothing, and a batch of so many rows needs no loop."""
+"""Of tiles without products: padding costs them next to nothing."""
 
 _WIDE_TILES_APART = 4
 """Up to so many tiles without products stand one after another, in one CUDA graph with all else. Of a loop the host
@@ -96,7 +96,7 @@ def in_row_tiles(
     def compute(given: Sequence[jax.Array]) -> Any:
         return lax.optimization_barrier(function(*lax.optimization_barrier(given)))
 
-    if count <= apart and default_device().platform != "cpu":
+    if 0 < count <= apart and default_device().platform != "cpu":
         given = [[lax.slice_in_dim(x, tile * size, (tile + 1) * size) for x in rows] for tile in range(count)]
         return jax.tree.map(lambda *parts: jnp.concatenate(parts)[:total], *map(compute, given))
 

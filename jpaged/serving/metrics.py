@@ -50,7 +50,6 @@ _ENGINE_METRICS = {  # by field of EngineStats
     ),
 }
 
-
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 """By the level of `EngineStats.asleep`, in vLLM's words."""
 

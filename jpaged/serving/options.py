@@ -22,6 +22,9 @@ LAST_WORDS_S = 2.0
 """After the time to drain, aborted requests get this long to send their answers."""
 TOOL_PARSERS = tuple(form.name for form in TOOL_FORMATS)
 REASONING_PARSERS = ("none", *(form.name for form in REASONING_FORMATS))
+"""Names that the options of this name may have."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Signals that begin the draining."""
 
 
 def check_parsers(tool_parser: str | None, reasoning_parser: str | None) -> None:
@@ -32,11 +35,6 @@ def check_parsers(tool_parser: str | None, reasoning_parser: str | None) -> None
     ):
         if value is not None and value not in known:
             raise InvalidParameterError(f"{name} must be one of {', '.join(known)}, got {shown(value)}.")
-
-
-"""Names that the options of this name may have."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""Signals that begin the draining."""
 
 
 def public_name(model: str | None) -> str:

@@ -17,17 +17,17 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jpaged.api.config import INVARIANT_BACKENDS
 from jpaged.api.errors import InvalidParameterError, UnsupportedModelError
 from jpaged.api.weights import flat_weights
+from jpaged.executor.cache.chunks import mixed_chunks
 from jpaged.executor.start.compilation import GPU_OPTIONS
+from jpaged.executor.start.invariance import TRAINERS_BLOCK_SIZE, check_attention
 from jpaged.executor.step.heads import logits_and_sums
 from jpaged.models import Model, Weights, dense_causal_attend
 from jpaged.models.row_tiles import Attention, check_rows_are_apart, forward_in_row_tiles
 from jpaged.pallas_kernels import invariant_attention, registry
 from jpaged.pallas_kernels.registry import or_reference
-
-_BLOCK = 16
-"""Tokens in a block of the keys and values of one layer, which are laid out as a pool while it attends."""
 
 _HEAD_ROWS = 256
 """Rows of logits held at once: 156 MB of float32 at a vocabulary of 152,000."""
@@ -86,8 +86,13 @@ def token_logprobs(
         )
     if batch_invariant:
         check_rows_are_apart(model.config)
-    if kernel_backend is not None:
-        kernel_backend = _known(kernel_backend, batch_invariant)
+        kernel_backend = _own_name(kernel_backend)
+        check_attention(model, kernel_backend, TRAINERS_BLOCK_SIZE)
+    elif kernel_backend is not None:
+        raise InvalidParameterError(
+            f"kernel_backend={kernel_backend!r} is for batch_invariant=True; what is not invariant is plain XLA. Leave"
+            " it out."
+        )
     if not batch or not length:
         return jnp.zeros((batch, length), jnp.float32)
     rounded = tuple(x.astype(want.dtype) for x, want in zip(_flat(model, weights), model.abstract_weights, strict=True))
@@ -95,17 +100,15 @@ def token_logprobs(
     return compute(rounded, tokens.astype(jnp.int32), lengths.astype(jnp.int32))
 
 
-def _known(kernel_backend: str, batch_invariant: bool) -> str:
-    """The backend's own name."""
-    if not batch_invariant:
+def _own_name(kernel_backend: str | None) -> str | None:
+    """The backend's own name, where an alias is given."""
+    if kernel_backend is None:
+        return None
+    if kernel_backend not in INVARIANT_BACKENDS:
         raise InvalidParameterError(
-            f"kernel_backend={kernel_backend!r} is for batch_invariant=True; what is not invariant is plain XLA. Leave"
-            " it out."
+            f"kernel_backend must be None or one of {', '.join(INVARIANT_BACKENDS)}, got {kernel_backend!r}."
         )
-    try:
-        name = registry.canonical(kernel_backend)
-    except ValueError as error:
-        raise InvalidParameterError(f"kernel_{error}") from error
+    name = registry.canonical(kernel_backend)
     if (reason := registry.refuses_here(name)) is not None:
         raise InvalidParameterError(
             f"kernel_backend={kernel_backend!r} cannot do this: {reason}. Leave it out to choose by device."
@@ -175,7 +178,8 @@ def _tiled(
 ) -> jax.Array:
     backend = or_reference(kernel_backend)
     batch, length = tokens.shape
-    blocks = -(-length // _BLOCK)
+    block_size = TRAINERS_BLOCK_SIZE
+    blocks = -(-length // block_size)
     tables = jnp.arange(batch * blocks, dtype=jnp.int32).reshape(batch, blocks)
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
     # What is behind an end stays in its row: nobody sees it. That it hangs on the tokens keeps the compiler from
@@ -187,9 +191,14 @@ def _tiled(
     def attend(asked: Attention) -> jax.Array:
         kv = jnp.stack([asked.k, asked.v], axis=1)  # [B * L, 2, KVH, D]
         kv = kv.reshape(batch, length, *kv.shape[1:])
-        kv = jnp.pad(kv, ((0, 0), (0, blocks * _BLOCK - length), (0, 0), (0, 0), (0, 0)))
-        pool = kv.reshape(batch * blocks, _BLOCK, *kv.shape[2:]).transpose(0, 2, 3, 1, 4)
-        return invariant_attention(asked.q, pool, tables, kv_lens, starts, backend=kernel_backend, **asked.features)
+        kv = jnp.pad(kv, ((0, 0), (0, blocks * block_size - length), (0, 0), (0, 0), (0, 0)))
+        pool = kv.reshape(batch * blocks, block_size, *kv.shape[2:]).transpose(0, 2, 3, 1, 4)
+        features = dict(asked.features)
+        rows = tables, kv_lens, starts
+        if features.pop("chunked", False):  # of the context (Llama 4): as the engine has them
+            chunk = features.pop("sliding_window")
+            rows = mixed_chunks(*rows, jnp.int32(0), chunk, block_size, length)
+        return invariant_attention(asked.q, pool, *rows, backend=kernel_backend, **features)
 
     flat = jnp.maximum(tokens, 0).reshape(-1), positions.reshape(-1), live.reshape(-1)
     hidden = forward_in_row_tiles(model, weights, *flat, attend, backend)

@@ -132,7 +132,8 @@ def trained(
 
     @partial(jax.jit, compiler_options=compiler_options())
     def compute(weights: Any, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
-        return token_logprobs(model, weights, tokens, lengths, batch_invariant=True)
+        backend = engine.args.kernel_backend
+        return token_logprobs(model, weights, tokens, lengths, batch_invariant=True, kernel_backend=backend)
 
     weights = engine.startup.runner.weights
     found = np.asarray(compute(weights, tokens, lengths))

@@ -24,8 +24,6 @@ from jpaged.models import Model, ModelConfig
 from jpaged.models.config import ROUTER_SKEW
 from jpaged.models.row_tiles import check_rows_are_apart
 from jpaged.pallas_kernels.contiguous_attention.api import READ_BEHIND, TILE_TOKENS, is_for_contiguous
-from jpaged.pallas_kernels.devices import default_device
-from jpaged.pallas_kernels.registry import is_hopper
 
 NOMINAL_BLOCKS = 1024
 """Blocks of the pool that programs are analysed with, before its size is known."""
@@ -122,7 +120,6 @@ def executor_config(
         )
     if args.batch_invariant:
         check_rows_are_apart(model)
-        _check_block_size(args)
     if args.kv_cache_dtype == "fp8" and model.value_dim is not None:
         raise InvalidParameterError(
             f"kv_cache_dtype='fp8' is not supported for {model.architecture}, which keeps latents; leave it out."
@@ -168,15 +165,6 @@ def executor_config(
         batch_invariant=args.batch_invariant,
         expert_load=args.expert_load,
     )
-
-
-def _check_block_size(args: EngineArgs) -> None:
-    """Blocks that Hopper's kernels refuse would go to others, and have other bits than a trainer's forward pass."""
-    sizes = (16, 32, 64, 128)
-    if args.kernel_backend is None and is_hopper(default_device()) and args.block_size not in sizes:
-        raise InvalidParameterError(
-            f"batch_invariant=True needs a block_size of 16, 32, 64 or 128 on Hopper GPUs, got {args.block_size}."
-        )
 
 
 def asks_for_contiguous(args: EngineArgs) -> str | None:

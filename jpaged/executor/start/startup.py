@@ -32,6 +32,7 @@ from jpaged.executor.start.compile_processes import (
     helpful_processes,
 )
 from jpaged.executor.start.executable_cache import KEPT_PLATFORMS, ExecutableCache
+from jpaged.executor.start.invariance import check_attention
 from jpaged.executor.start.jax_settings import jax_settings
 from jpaged.executor.start.kv_scales import kv_scales_of
 from jpaged.executor.start.memory import (
@@ -196,6 +197,8 @@ def _start_on(
     refuse_for_hybrids(args, model_config)
     config = executor_config(args, model_config, limit, most_sequences(shard, limit))
     config = with_snapshots(config, args, shard, limit)
+    if args.batch_invariant:
+        check_attention(shard, config.kernel_backend, config.block_size)
     rows = 0 if args.batch_invariant else one_shot_rows(args.one_shot_rows, config.kernel_backend, shard, mesh)
     one_call = one_call_rows(limit)
     config = replace(config, one_shot_rows=config.largest_body(rows), one_call_rows=one_call)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jpaged.api.errors import CheckpointError
+from jpaged.api.errors import CheckpointError, OutputError
 from jpaged.models.config_reader import read_json
 from jpaged.models.loading.checkpoint import KV_SCALE, find_tensors, is_orbax
 from jpaged.models.quantization.scheme import FLOAT_TYPES
@@ -62,31 +62,38 @@ def read_kv_scales(load_format: str, directory: Path, keeps_tokens: Sequence[boo
 
 
 def write_kv_scales(scales: Sequence[tuple[float, float]], directory: Path) -> None:
-    """Puts scales, as `read_kv_scales` has them, beside an Orbax checkpoint; nothing if all are 1.
+    """Puts scales, as `read_kv_scales` has them, into the directory of an Orbax checkpoint that is to be written. Where
+    all are 1, or there are none, it holds no such file.
 
     Raises:
-        OSError: they cannot be written.
+        OutputError: they cannot be written.
     """
-    if any(one != (1.0, 1.0) for one in scales):
+    path = directory / _FILE
+    try:
+        if all(one == (1.0, 1.0) for one in scales):
+            path.unlink(missing_ok=True)
+            return
         keys, values = zip(*scales, strict=True)
-        (directory / _FILE).write_text(json.dumps({"keys": keys, "values": values}) + "\n")
+        directory.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({_WHAT["k"]: keys, _WHAT["v"]: values}) + "\n")
+    except OSError as error:
+        raise OutputError(f"{path} cannot be written ({error.strerror}); make room, or name another place.") from error
 
 
 def _read_file(path: Path, layers: int) -> tuple[tuple[float, float], ...]:
     """What `write_kv_scales` wrote."""
     found = read_json(path)
-    try:
-        keys, values = ([float(scale) for scale in found[what]] for what in _WHAT.values())
-    except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{path} holds no scales of keys and values ({error!r}); convert it again.") from error
+    keys, values = (found.get(what, ()) for what in _WHAT.values())
+    if not all(isinstance(of, list) and all(type(one) in (int, float) for one in of) for of in (keys, values)):
+        raise CheckpointError(f"{path} holds no lists of numbers for keys and values; convert it again.")
     if not len(keys) == len(values) == layers:
         raise CheckpointError(
             f"{path} has scales of {len(keys)} and {len(values)} layers, and the model has {layers}; convert it again."
         )
-    for what, scales in (("keys", keys), ("values", values)):
+    for what, scales in zip(_WHAT.values(), (keys, values), strict=True):
         for layer, scale in enumerate(scales):
             _checked(scale, path, f"{what}[{layer}]")
-    return tuple(zip(keys, values, strict=True))
+    return tuple(zip(map(float, keys), map(float, values), strict=True))
 
 
 def _checked(scale: float, path: Path, name: str) -> float:

@@ -151,6 +151,15 @@ def decode_attention(
     return out.reshape(batch, heads, head_dim), lse.reshape(batch, heads)
 
 
+def bytes_of_parts(q: jax.Array, kv_pool: jax.Array, blocks: int, features: Features) -> int:
+    """Of the results of a sequence's chunks, which wait in memory until they are folded. blocks: of its table."""
+    _, heads, head_dim = q.shape
+    rows, columns = group_rows(heads // kv_pool.shape[2])
+    chunk = default_config(head_dim, columns).chunk
+    slots = max_chunks(blocks * kv_pool.shape[3], chunk, features.sliding_window)
+    return slots * heads // rows * columns * (head_dim + 2) * 4 if slots > 1 else 0
+
+
 def group_rows(share: int) -> tuple[int, int]:
     """(query heads of a group, columns of a tile that holds them), for `share` query heads a KV head.
 

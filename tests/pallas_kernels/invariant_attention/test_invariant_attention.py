@@ -43,7 +43,7 @@ def test_on_hopper_each_query_is_a_row_of_decode_attention(monkeypatch):
     from jpaged.pallas_kernels.decode_attention import reference
     from jpaged.pallas_kernels.invariant_attention import hopper
 
-    monkeypatch.setattr(hopper.hopper, "decode_attention", reference.decode_attention)
+    monkeypatch.setattr(hopper.decode, "decode_attention", reference.decode_attention)
     world = make_world(1, list(LENS), kv_heads=2, head_dim=64, block_size=16)
     starts = np.array([0, 60, 60, 61], np.int32)  # a chunk, a row without queries, a decoded row, and padding
     q = random_queries(1, 64, 4, 64, "float32")
@@ -52,20 +52,27 @@ def test_on_hopper_each_query_is_a_row_of_decode_attention(monkeypatch):
     expected, _ = expected_ragged(world, np.asarray(q[:61]), starts)
     assert_close(out[:61], expected, "float32")
     assert (out[61:] == 0).all()
+    monkeypatch.setattr(hopper, "_slab", lambda bytes_of_query: 24)  # so that there are three, the last with padding
+    in_slabs, _ = hopper.invariant_attention(operands, jnp.asarray(starts), Features(0.125, None, None))
+    assert_close(in_slabs, out, "float32")
     assert "head_dim 80" in hopper.unsupported(q[..., :1].repeat(80, 2), jnp.zeros((2, 2, 2, 16, 80)))
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "features"),
+    [(128, 8, {}), (64, 14, {"sliding_window": 2100}), (256, 4, {"logit_softcap": 20.0})],
+)
 @pytest.mark.parametrize("backend", ON_GPU)
-def test_on_a_gpu_queries_have_the_bits_of_each_alone_across_all_cuts(backend):
+def test_on_a_gpu_queries_have_the_bits_of_each_alone_across_all_cuts(backend, head_dim, heads, features):
     lens, cuts = (5000, 2049, 300, 1), (0, 1, 700)  # several chunks of decode attention, leaves of all sizes
-    world = make_world(1, list(lens), kv_heads=2, head_dim=128, block_size=16, dtype="bfloat16")
+    world = make_world(1, list(lens), kv_heads=2, head_dim=head_dim, block_size=16, dtype="bfloat16")
     starts = np.array([0, 700, 702, 1002, 1003], np.int32)
-    q = random_queries(1, 1003, 8, 128, "bfloat16")
-    whole = invariant_attention(q, world.pool, world.tables, world.lens, starts, backend=backend)
-    expected, _ = expected_ragged(world, np.asarray(q, np.float32), starts)
+    q = random_queries(1, 1003, heads, head_dim, "bfloat16")
+    whole = invariant_attention(q, world.pool, world.tables, world.lens, starts, backend=backend, **features)
+    expected, _ = expected_ragged(world, np.asarray(q, np.float32), starts, **features)
     assert_close(whole, expected, "bfloat16")
     wider = jnp.pad(jnp.asarray(world.tables), ((0, 0), (0, 300)))
-    attend = jax.jit(partial(invariant_attention, backend=backend))
+    attend = jax.jit(partial(invariant_attention, backend=backend, **features))
     for first, last in pairwise(cuts):
         some = attend(q[first:last], world.pool, wider[:1], jnp.array([4300 + last]), jnp.array([0, last - first]))
         assert (some == whole[first:last]).all()
