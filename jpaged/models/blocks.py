@@ -97,7 +97,9 @@ def decoder_fields(
     """
     hidden_size, num_layers = read.integer("hidden_size"), read.integer("num_hidden_layers")
     num_heads = read.integer("num_attention_heads")
-    size = read.head_dim("head_dim", head_dim or divide_into_heads(hidden_size, num_heads))
+    if read.config.get("head_dim") is None and head_dim is None:
+        head_dim = divide_into_heads(hidden_size, num_heads)
+    size = read.head_dim("head_dim", head_dim)
     length = read.integer("max_position_embeddings", default_length)
     rotation, length = parse_rope(read.config, size, length, max_model_len=read.max_model_len, **(rope or {}))
     return read.common() | {

@@ -144,7 +144,7 @@ class ConfigReader:
             )
         return _ACTIVATIONS[value]
 
-    def head_dim(self, name: str, default: int) -> int:
+    def head_dim(self, name: str, default: int | None = None) -> int:
         """The size of a head."""
         value = self.integer(name, default)
         if value > _LARGEST_HEAD_DIM:

@@ -93,6 +93,18 @@ def test_head_dim_is_independent_of_the_hidden_size_in_qwen3() -> None:
     assert llama(head_dim=None).head_dim == 16
 
 
+def test_a_head_dim_of_null_divides_the_hidden_size_by_the_heads() -> None:
+    """Whatever the family's is where there is no such entry."""
+    for architecture in ("SeedOssForCausalLM", "Ernie4_5ForCausalLM", "InternLM3ForCausalLM"):
+        assert llama(architectures=[architecture], num_key_value_heads=2, head_dim=None).head_dim == 16
+
+
+def test_heads_of_a_size_of_their_own_need_not_divide_the_hidden_size() -> None:
+    """As in Falcon-H1 1.5B-Deep: 6 heads of 128 columns, and a hidden size of 1280."""
+    odd = {"hidden_size": 52, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
+    assert ModelConfig.from_dict(tiny_model("mixtral").config | odd).head_dim == 16
+
+
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_auto_runs_in_the_type_of_the_checkpoint(key: str) -> None:
     assert models.build(llama(**{key: "float16"})).dtype == "float16"
@@ -268,6 +280,27 @@ def test_gemma_4s_layers_have_the_heads_and_the_sources_of_their_type() -> None:
     split = ModelConfig.from_dict(tiny_model("gemma4-26b-a4b-style").config).shard(2)
     assert [split.of_layer(layer).num_kv_heads for layer in (0, 2)] == [1, 1]
     assert [split.of_layer(layer).kv_head_copies for layer in (0, 2)] == [1, 2]
+
+
+@pytest.mark.parametrize("written", ["{}", "0{}"], ids=["plain", "padded with zeros"])
+def test_layers_of_gemma_4_are_found_by_their_numbers_as_transformers_writes_them(written: str) -> None:
+    """From ten layers on all of these have two digits."""
+    config = {name: v for name, v in tiny_model("gemma4-31b-style").config.items() if not name.startswith("global_")}
+    whole = {"head_dim": 32, "num_key_value_heads": 1}
+    read = ModelConfig.from_dict(config | {"per_layer_config": {written.format(layer): whole for layer in (1, 2)}})
+    assert read.layer_heads == ModelConfig.from_dict(tiny_model("gemma4-31b-style").config).layer_heads
+
+
+def test_heads_of_gemma_4_are_equal_where_its_layers_have_no_configurations() -> None:
+    config = tiny_model("gemma4-31b-style").config
+    for nothing in (None, {}):
+        assert set(ModelConfig.from_dict(config | {"per_layer_config": nothing}).layer_heads) == {(4, 16, 1)}
+
+
+def test_mlps_of_qwen_3_next_replace_experts_where_config_json_says_but_none_of_qwen_3_5() -> None:
+    for name, dense in (("qwen3-next", (True, False, False, False)), ("qwen3.5-moe", (False, False))):
+        read: Any = ModelConfig.from_dict(tiny_model(name).config | {"mlp_only_layers": [0]})
+        assert read.dense_layers == dense
 
 
 def test_the_text_part_of_a_multimodal_gemma_3_is_read_with_what_its_config_leaves_out() -> None:

@@ -21,12 +21,16 @@ OF_OTHER_PARTS = ("vision_tower.vision_model.embeddings.weight", "multi_modal_pr
 OF_OTHER_PARTS += ("mm_projector.proj.0.weight",)
 
 
-def write_multimodal(text: Path, directory: Path, architecture: str, prefix: str, others: tuple[str, ...]) -> None:
-    """A checkpoint of which the one in `text` is the text part, whose names begin with `prefix`."""
+def write_multimodal(
+    text: Path, directory: Path, architecture: str, prefix: str, others: tuple[str, ...], layers: str = "layers"
+) -> None:
+    """A checkpoint of which the one in `text` is the text part, whose names begin with `prefix`. layers: what they are
+    called."""
     tensors = {name: tensor.read() for name, tensor in safetensors_file.read_header(text / "model.safetensors").items()}
     renamed = {
         f"{prefix}{name.removeprefix('model.')}" if "lm_head" not in name else name: x for name, x in tensors.items()
     }
+    renamed = {name.replace(".layers.", f".{layers}."): x for name, x in renamed.items()}
     renamed |= {name: np.zeros((2, 2), np.float32) for name in others}
     layout = {name: tensor.shape for name, tensor in renamed.items()}
     directory.mkdir()
@@ -54,6 +58,14 @@ def test_it_has_the_weights_of_the_text_model(name: str, architecture: str, pref
     assert config.architecture == tiny_model(name).config["architectures"][0]
     assert config.eos_token_ids == (2, 9)
     model, alone = models.build(config, "float32"), models.build(models.ModelConfig.from_directory(text), "float32")
+    for found, expected in zip(models.load(model, whole), models.load(alone, text), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_layers_of_a_kimi_k25_may_have_the_name_that_transformers_saves_them_by(tmp_path: Path) -> None:
+    text, whole = write_tiny_model(tiny_model("kimi-k2-style"), tmp_path / "text", use_torch=False), tmp_path / "whole"
+    write_multimodal(text, whole, "Kimi_K25ForConditionalGeneration", "language_model.model.", (), layers="blocks")
+    model, alone = (models.build(models.ModelConfig.from_directory(one), "float32") for one in (whole, text))
     for found, expected in zip(models.load(model, whole), models.load(alone, text), strict=True):
         np.testing.assert_array_equal(found, expected)
 

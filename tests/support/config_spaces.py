@@ -181,6 +181,8 @@ def layer_kinds(*, default: float = 0.5, pattern: str = "") -> Callable[[random.
 
 def _gemma4(chance: random.Random, config: Config) -> None:
     """Kinds of layers, their heads and rotations, and how many read the keys and values of others."""
+    if chance.random() < 0.1:
+        config["num_hidden_layers"] = 11  # whose numbers transformers pads with zeros
     count, full, sliding = config["num_hidden_layers"], "full_attention", "sliding_attention"
     kinds = [sliding] * (count - 1) + [full]
     if chance.random() < 0.7:
@@ -279,7 +281,9 @@ def mamba(chance: random.Random, config: Config) -> None:
 
 
 def _own_size(chance: random.Random, config: Config) -> None:
-    """Falcon-H1's mixers may be of any size."""
+    """Falcon-H1's mixers may be of any size, and its heads are not parts of the hidden size."""
+    if chance.random() < 0.3:
+        config |= {"head_dim": 16, "num_attention_heads": 5, "num_key_value_heads": 1}
     heads = config["mamba_n_heads"]
     config["mamba_d_ssm"] = chance.choice((None, 8 * heads, 16 * heads))
     if config["mamba_d_ssm"] is not None:

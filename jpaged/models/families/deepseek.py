@@ -73,7 +73,8 @@ class DeepseekFamily:
 
     base_prefix = "model."
     derived_tensors = rf"rotary_emb\.inv_freq$|{OTHER_PARTS}"
-    aliases = TEXT_PART_NAMES
+    # The first one is how transformers saves layers of a Kimi K2.5; published ones have the usual names.
+    aliases = (("language_model.model.blocks.", "model.layers."), *TEXT_PART_NAMES)
 
     def read_config(self, read: ConfigReader) -> DeepseekConfig:
         if "text_config" in read.config:

@@ -267,18 +267,22 @@ def _layer(theirs: str, ours: str, config: Gemma4Config, layer: int) -> Iterator
 
 def _heads(read: ConfigReader, kinds: tuple[str, ...], usual: KVHeads) -> tuple[KVHeads, ...]:
     """Of each layer, as published checkpoints say it, or as transformers saves it."""
-    by_layer = read.config.get("per_layer_config")
-    if by_layer is None:
+    if "per_layer_config" not in read.config:
         number = usual.number
         if read.flag("attention_k_eq_v", False):
             number = read.integer("num_global_key_value_heads", number)
         whole = KVHeads(number, read.head_dim("global_head_dim", 512))
         return tuple(whole if kind == _FULL else usual for kind in kinds)
-    if not isinstance(by_layer, Mapping):
-        raise CheckpointError(f"config.json: per_layer_config must be an object or null, got {shown(by_layer)}.")
+    by_layer = read.config["per_layer_config"]
+    by_layer = {} if by_layer is None else by_layer
+    if not isinstance(by_layer, Mapping) or not all(str(layer).isdecimal() for layer in by_layer):
+        raise CheckpointError(
+            f"config.json: per_layer_config must map numbers of layers to objects, or be null, got {shown(by_layer)}."
+        )
+    by_number = {int(layer): changes for layer, changes in by_layer.items()}  # "05" where layers are 10 or more
     heads = []
     for layer in range(len(kinds)):
-        changes = by_layer.get(str(layer), {})
+        changes = by_number.get(layer, {})
         if not isinstance(changes, Mapping) or not changes.keys() <= {"head_dim", "num_key_value_heads"}:
             raise UnsupportedModelError(
                 f"config.json: per_layer_config may say head_dim and num_key_value_heads of a layer, not"

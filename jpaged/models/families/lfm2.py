@@ -75,7 +75,8 @@ class Lfm2Family:
 
     def read_config(self, read: ConfigReader) -> Lfm2Config:
         read = read.with_entries(hidden_act="silu")
-        read = read.with_defaults(num_key_value_heads=8, tie_word_embeddings=True, intermediate_size=12288)
+        inner = 7168 if self.has_experts else 12288
+        read = read.with_defaults(num_key_value_heads=8, tie_word_embeddings=True, intermediate_size=inner)
         if read.config.get("tie_embedding") is not None:
             read = read.with_entries(tie_word_embeddings=read.flag("tie_embedding", True))
         sparse: dict[str, Any] = {"num_experts": 0, "routing": Routing(per_token=1), "expert_size": 0}

@@ -217,10 +217,17 @@ def _fields(
     tied: bool = False,
     **rope: Any,
 ) -> dict[str, Any]:
-    """What all of the family spell alike. rope: further arguments of `parse_rope`."""
+    """What all of the family spell alike.
+
+    default_head_dim: where config.json has none; an explicit null means the hidden size divided by the heads, as None
+        does.
+    rope: further arguments of `parse_rope`.
+    """
     hidden_size = read.integer("hidden_size")
     num_heads = read.integer("num_attention_heads")
-    head_dim = read.head_dim("head_dim", default_head_dim or hidden_size // num_heads)
+    if default_head_dim is None or "head_dim" in read.config:
+        default_head_dim = hidden_size // num_heads
+    head_dim = read.head_dim("head_dim", default_head_dim)
     length = read.integer("max_position_embeddings", default_length)
     rotation, length = parse_rope(read.config, head_dim, length, max_model_len=read.max_model_len, **rope)
     return read.common() | {

@@ -39,6 +39,7 @@ class NemotronConfig(DecoderConfig):
 @dataclass(frozen=True)
 class NemotronFamily:
     """One of the architectures. norm: as of `NemotronConfig`. eps: the entry that has the norms' epsilon.
+    length: of the context, where config.json does not say.
     rotated_fraction: of a head, where config.json does not say; None if heads are rotated whole.
     biases: products have them where config.json does not say.
     """
@@ -46,6 +47,7 @@ class NemotronFamily:
     model_type: str
     norm: str
     eps: str
+    length: int = 4096
     rotated_fraction: float | None = None
     biases: bool = False
 
@@ -56,7 +58,9 @@ class NemotronFamily:
         is_squared = read.config.get("hidden_act", "relu2") == "relu2"
         known = read.with_entries(hidden_act="relu") if is_squared else read  # "relu2" is of MLPs without gates alone
         rope = {"rotated_fraction": self.rotated_fraction}
-        fields: dict[str, Any] = decoder_fields(known, default_length=4096, eps=self.eps, default_eps=1e-5, rope=rope)
+        fields: dict[str, Any] = decoder_fields(
+            known, default_length=self.length, eps=self.eps, default_eps=1e-5, rope=rope
+        )
         return NemotronConfig(
             **fields | ({"activation": "relu2"} if is_squared else {}),
             attention_bias=read.flag("attention_bias", self.biases),
@@ -99,5 +103,5 @@ def _norm(theirs: str, ours: str, config: NemotronConfig) -> Iterator[Piece]:
 
 
 NEMOTRON = NemotronFamily("nemotron", norm="layer, 1 + w", eps="norm_eps", rotated_fraction=0.5)
-JAIS2 = NemotronFamily("jais2", norm="layer", eps="layer_norm_eps", biases=True)
+JAIS2 = NemotronFamily("jais2", norm="layer", eps="layer_norm_eps", length=8192, biases=True)
 ARCEE = NemotronFamily("arcee", norm="rms", eps="rms_norm_eps")

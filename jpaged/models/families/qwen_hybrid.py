@@ -46,13 +46,16 @@ class QwenHybridConfig(DecoderConfig, SparseConfig):
 
 @dataclass(frozen=True)
 class QwenHybridFamily:
-    """One of the architectures. text: that of the text part, of a multimodal checkpoint. kv_heads: how many layers have
-    where config.json leaves it out.
+    """One of the architectures. text: that of the text part, of a multimodal checkpoint. kv_heads, inner, experts,
+    per_token: key-value heads, columns of MLPs, experts, and those of a token, where config.json leaves them out.
     """
 
     model_type: str
     text: str
     kv_heads: int = 2
+    inner: int = 5632
+    experts: int = 256
+    per_token: int = 8
     joined: bool = False
     has_experts: bool = True
     # Layers that predict further tokens, and the vision tower.
@@ -81,9 +84,11 @@ class QwenHybridFamily:
         options: dict[str, Any] = {"rotated_fraction": 0.25, "max_model_len": read.max_model_len}
         rope, length = parse_rope(without_image_sections(read.config), dim, length, **options)
         state, kinds = _state(read), _layer_kinds(read, num_layers)
-        num_experts = read.integer("num_experts", read.integer("num_local_experts", 512)) if self.has_experts else 0
+        num_experts = 0
+        if self.has_experts:
+            num_experts = read.integer("num_experts", read.integer("num_local_experts", self.experts))
         routing = Routing(
-            per_token=read.integer("num_experts_per_tok", 10) if num_experts else 1,
+            per_token=read.integer("num_experts_per_tok", self.per_token) if num_experts else 1,
             renormalized=read.flag("norm_topk_prob", True) if self.joined else True,
         )
         if num_experts:
@@ -95,7 +100,7 @@ class QwenHybridFamily:
             num_heads=num_heads,
             num_kv_heads=read.integer("num_key_value_heads", num_heads),
             head_dim=dim,
-            intermediate_size=read.integer("intermediate_size", 5632),
+            intermediate_size=read.integer("intermediate_size", self.inner),
             max_position_embeddings=length,
             tie_word_embeddings=read.flag("tie_word_embeddings", False),
             layer_states=tuple(state if kind == "linear_attention" else None for kind in kinds),
@@ -104,7 +109,7 @@ class QwenHybridFamily:
             expert_size=read.integer("moe_intermediate_size", 512) if num_experts else 0,
             shared_size=read.integer("shared_expert_intermediate_size", 512) if num_experts else 0,
             shared_gate=bool(num_experts),
-            dense_layers=_dense_layers(read, num_layers) if num_experts else (True,) * num_layers,
+            dense_layers=_dense_layers(read, num_layers) if self.joined else (not num_experts,) * num_layers,
             activation="silu",
             ropes=(rope,),
             norm_eps=read.number("rms_norm_eps", 1e-6),
@@ -219,6 +224,6 @@ def _dense_layers(read: ConfigReader, num_layers: int) -> tuple[bool, ...]:
     return tuple(layer in dense or (layer + 1) % step != 0 for layer in range(num_layers))
 
 
-QWEN3_NEXT = QwenHybridFamily("qwen3_next", "Qwen3NextForCausalLM", joined=True)
-QWEN35 = QwenHybridFamily("qwen3_5", "Qwen3_5ForCausalLM", kv_heads=4, has_experts=False)
+QWEN3_NEXT = QwenHybridFamily("qwen3_next", "Qwen3NextForCausalLM", experts=512, per_token=10, joined=True)
+QWEN35 = QwenHybridFamily("qwen3_5", "Qwen3_5ForCausalLM", kv_heads=4, inner=12288, has_experts=False)
 QWEN35_MOE = QwenHybridFamily("qwen3_5_moe", "Qwen3_5MoeForCausalLM")
