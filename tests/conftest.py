@@ -22,15 +22,17 @@ import pytest
 
 
 def _cheapest_code() -> str:
-    """XLA_FLAGS for code in one piece. JAX 0.10's runs well at the least optimisation, from XLA's older emitters, which
-    it is the last to have: without any it compiles a third faster, but a step of the tests' engines takes seven times
-    as long. Under later versions kernels are interpreted, whose many programs each run once.
+    """XLA_FLAGS for code in one piece, from XLA's older emitters: the newer ones take two to three times as long. JAX
+    0.10's code runs well at the least optimisation: without any it compiles in a third of the time, but a step of the
+    tests' engines takes four times as long. Under later versions kernels are interpreted, whose many programs each run
+    once. A sum stays one loop; XLA would cut it into windows, and write each of them out.
     """
-    flags = ["--xla_cpu_parallel_codegen_split_count=1"]
+    flags = ["--xla_cpu_parallel_codegen_split_count=1", "--xla_disable_hlo_passes=tree_reduction_rewriter"]
     if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
         flags += ["--xla_backend_optimization_level=1", "--xla_cpu_use_fusion_emitters=false"]
     else:
         flags.append("--xla_backend_optimization_level=0")
+        flags.append("--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters")
     return " ".join(flags)
 
 

@@ -5,6 +5,7 @@ the ones before it, so one forward pass over prompt and output checks all of the
 """
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +16,18 @@ from tests.tiny_models import TINY_ENGINE, VOCAB_SIZE, TinyModel, tiny_models, t
 
 torch = pytest.importorskip("torch")
 
-NUM_REQUESTS = TINY_ENGINE["max_num_seqs"]
+NUM_REQUESTS = 16
 NUM_TOKENS = 12
 FEW_BLOCKS = 60
-"""Blocks of 4 tokens in each cache group: the 32 requests of `mixed_prompts` need about 400."""
+"""Blocks of 4 tokens in each cache group: the 16 requests of `mixed_prompts` need about 200."""
 
-ARGS = EngineArgs(**TINY_ENGINE)
+SIZES: dict[str, Any] = {
+    "max_num_seqs": NUM_REQUESTS,
+    "max_num_batched_tokens": 64,
+    "decode_buckets": (NUM_REQUESTS,),
+    "token_buckets": (64,),
+}
+ARGS = EngineArgs(**TINY_ENGINE | SIZES)
 
 
 @pytest.fixture(

@@ -11,7 +11,7 @@ from tests.tiny_models import VOCAB_SIZE, tiny_model, write_tiny_model
 
 pytestmark = pytest.mark.xdist_group("pressure")  # one worker, which compiles once
 
-NUM_REQUESTS = 250
+NUM_REQUESTS = 200
 BLOCK_SIZE = 4
 LARGEST_BLOCKS = 23
 """What the largest beam search may need at once. How many blocks are in use at most depends on the device's pace."""
@@ -79,10 +79,10 @@ def case(tmp_path_factory) -> Case:
         "block_size": BLOCK_SIZE,
         "num_gpu_blocks_override": 2048,
         "max_model_len": 64,
-        "max_num_seqs": 64,
-        "max_num_batched_tokens": 128,
-        "decode_buckets": (64,),
-        "token_buckets": (128,),
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 64,
+        "decode_buckets": (32,),
+        "token_buckets": (64,),
         "skip_tokenizer_init": True,
         "verbose": False,
     }

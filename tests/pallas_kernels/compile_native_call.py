@@ -26,7 +26,7 @@ from jpaged.pallas_kernels import devices
 from jpaged.pallas_kernels.common import native_calls, triton_call
 from jpaged.pallas_kernels.common.triton_call import Launch, call
 from jpaged.pallas_kernels.common.triton_code import bare_ptx, kernel_of
-from tests.support.triton_compile import assembled
+from tests.support.triton_compile import assembled, disassembled
 
 _SIZE = 128
 
@@ -89,7 +89,8 @@ def code_of(kernel: Any, buffers: int) -> dict[str, Any]:
     """The entry's parameters, and the instructions that ptxas makes of the code before and after they are changed."""
     code = kernel.ptx_with(buffers)
     parameters = re.findall(r"\w+(?=\s*[,)])", re.search(r"\.entry \w+\((.*?\))", code, re.DOTALL)[1])
-    sass = [re.findall(r"/\*[0-9a-f]{4}\*/ +(.*?;)", assembled(one, 90)[0]) for one in (code, bare_ptx(kernel.ptx))]
+    listings = [disassembled(assembled(one, 90)[0]) for one in (code, bare_ptx(kernel.ptx))]
+    sass = [re.findall(r"/\*[0-9a-f]{4}\*/ +(.*?;)", one) for one in listings]
     return {
         "parameters": parameters,
         "kept": [name for name in parameters if name.startswith(f"{kernel.name}_param_")],

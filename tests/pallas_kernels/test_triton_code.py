@@ -91,7 +91,7 @@ import json, re
 import jax, jax.numpy as jnp
 from jpaged.pallas_kernels import write_kv
 from jpaged.pallas_kernels.common.triton_code import bare_ptx
-from tests.support.triton_compile import assembled, launches, ptx_of
+from tests.support.triton_compile import assembled, disassembled, launches, ptx_of
 
 shape = jax.ShapeDtypeStruct
 new = shape((24, 8, 128), jnp.bfloat16)
@@ -99,7 +99,8 @@ pool = shape((64, 2, 8, 16, 128), jnp.bfloat16)
 arguments = {"kv_pool": pool, "k": new, "v": new, "slot_mapping": shape((24,), jnp.int32)}
 (kernel,) = launches(lambda **given: write_kv(**given, backend="triton"), arguments, 86)
 ptx = ptx_of(kernel, 86).asm["ptx"]
-full, bare = (re.findall(r"/\\*[0-9a-f]{4}\\*/ +(.*?;)", assembled(one, 86)[0]) for one in (ptx, bare_ptx(ptx)))
+sass = [disassembled(assembled(one, 86)[0]) for one in (ptx, bare_ptx(ptx))]
+full, bare = (re.findall(r"/\\*[0-9a-f]{4}\\*/ +(.*?;)", one) for one in sass)
 print(json.dumps([full, bare, len(ptx), len(bare_ptx(ptx))]))
 """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

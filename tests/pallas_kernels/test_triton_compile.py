@@ -15,6 +15,7 @@ if missing("triton") is not None:
     pytest.skip(str(missing("triton")), allow_module_level=True)
 
 from jpaged.pallas_kernels.common import triton_call
+from jpaged.pallas_kernels.common.triton_targets import FAMILY
 
 _REGISTERS = 65_536
 """Of a multiprocessor, on all of these GPUs."""
@@ -40,8 +41,11 @@ def test_the_kernels_fit_and_spill_nothing_in_a_loop(capability: int) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     compiled = {kernel["kernel"] for kernel in kernels}
-    assert len(compiled) > 20
-    assert launched() == compiled
+    if capability == FAMILY[capability]:
+        assert len(compiled) > 20
+        assert launched() == compiled
+    else:  # as its family's first, but for products of FP8 operands
+        assert compiled == {"_fp8_product", "_few_rows_fp8_product"}
     for kernel in kernels:
         assert kernel["capability"] == capability
         assert kernel["shared"] <= kernel["limit"], kernel

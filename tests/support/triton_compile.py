@@ -28,6 +28,7 @@ from jpaged.pallas_kernels.devices import Device
 
 _POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32", "uint32": "*u32"}
 _POINTERS |= {"uint8": "*u8", "float8_e4m3fn": "*fp8e4nv", "bool": "*i1"}
+_TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
 @dataclass(frozen=True)
@@ -73,14 +74,14 @@ def launches(op: Callable[..., Any], arguments: dict[str, Any], capability: int)
 def compiled(recorded: Recorded, capability: int) -> Compiled:
     """The kernel, compiled by Triton and ptxas."""
     built = ptx_of(recorded, capability)
-    sass, log = assembled(bare_ptx(built.asm["ptx"]), capability)
+    cubin, log = assembled(bare_ptx(built.asm["ptx"]), capability)
     spilled = int(re.search(r"(\d+) bytes spill stores", log)[1])
     registers = int(re.search(r"Used (\d+) registers", log)[1])
-    return Compiled(built.metadata.shared, registers, spilled, _in_loops(sass) if spilled else 0)
+    return Compiled(built.metadata.shared, registers, spilled, _in_loops(disassembled(cubin)) if spilled else 0)
 
 
 def ptx_of(recorded: Recorded, capability: int) -> Any:
-    """What Triton makes of the kernel: `.asm["ptx"]`, `.metadata`."""
+    """What Triton makes of the kernel: `.asm["ptx"]`, `.metadata`. Triton has ptxas assemble nothing."""
     names = [p.name for p in recorded.kernel.params if not p.is_constexpr]
     constants = dict(recorded.constants)
     defaults = {p.name: p.default for p in recorded.kernel.params if p.is_constexpr and p.has_default}
@@ -89,21 +90,38 @@ def ptx_of(recorded: Recorded, capability: int) -> Any:
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(names))}
     source = ASTSource(fn=recorded.kernel, signature=signature, constexprs=constants, attrs=aligned)
     options = triton_call.options(recorded.launch, capability)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with mock.patch.object(triton.knobs.runtime, "add_stages_inspection_hook", _without_assembling):
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def assembled(ptx: str, capability: int) -> tuple[str, str]:
-    """ptxas' instructions for a GPU, as text, and what it says of registers and spills."""
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+def _without_assembling(*compilation: Any) -> tuple[str, str] | None:
+    """Triton's hook: called with (backend, stages, ..) it changes stages, with nothing it names what it changes, for
+    Triton's cache."""
+    if not compilation:
+        return "no cubin", "no cubin"
+    compilation[1]["cubin"] = lambda ptx, metadata: b""
+    return None
+
+
+def assembled(ptx: str, capability: int) -> tuple[bytes, str]:
+    """ptxas' code for a GPU, and what it says of registers and spills."""
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
         arch = re.search(r"\.target (\w+)", ptx)[1]
-        ptxas = tools / ("ptxas-blackwell" if capability >= 90 else "ptxas")
+        ptxas = _TOOLS / ("ptxas-blackwell" if capability >= 90 else "ptxas")
         command = [str(ptxas), "-v", f"--gpu-name={arch}", str(source), "-o", str(cubin)]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        command = [str(tools / "nvdisasm"), str(cubin)]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout, log
+        return cubin.read_bytes(), log
+
+
+def disassembled(cubin: bytes) -> str:
+    """The instructions, as text; of a large kernel that takes longer than to compile it."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(_TOOLS / "nvdisasm"), file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _in_loops(sass: str) -> int:

@@ -81,13 +81,17 @@ def _activated(name: str, x: np.ndarray) -> np.ndarray:
             return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
+def _wide(x: Any) -> np.ndarray:
+    """float64 [rows, width]: what is rounded, or activated first."""
+    if not isinstance(x, Sums):
+        return np.asarray(x, np.float64)
+    wide = np.asarray(x.products, np.float64) * np.asarray(x.of_rows) * np.asarray(x.of_outputs)
+    return wide[: x.count]
+
+
 def expected(case: Case, x: Any, residual: Any, norm: Any, given: Any) -> tuple[np.ndarray, np.ndarray, Any]:
     """Values and scales before they are rounded, and the sum with the residual; float64."""
-    if isinstance(x, Sums):
-        wide = np.asarray(x.products, np.float64) * np.asarray(x.of_rows) * np.asarray(x.of_outputs)
-        wide = wide[: x.count]
-    else:
-        wide = np.asarray(x, np.float64)
+    wide = _wide(x)
     if case.activation is not None:
         wide = _activated(case.activation, wide[:, : case.depth]) * wide[:, case.depth :]
     after = None
@@ -117,7 +121,11 @@ def check(case: Case, arguments: Operands, found: tuple[RoundedRows, Any]) -> No
     values, scales, sums = expected(case, *arguments)
     got = np.asarray(rows.values[: case.rows]).astype(np.float64)
     np.testing.assert_allclose(rows.scales[: case.rows], scales, rtol=2**-7 if case.norm or case.residual else 1e-5)
-    assert np.all(np.abs(got - values) <= np.abs(values) * (2**-4 + 2**-6) + 2**-10)
+    most = np.abs(values) * (2**-4 + 2**-6) + 2**-10
+    if case.activation == "gelu_tanh":  # whose tail is what float32 has left of 1 + tanh
+        wide = np.abs(_wide(arguments.x))
+        most += 2**-22 * wide[:, : case.depth] * wide[:, case.depth :] / scales
+    assert np.all(np.abs(got - values) <= most)
     assert np.mean(got == values.astype(E4M3).astype(np.float64)) > 0.95
     if not (case.residual or case.given):
         assert np.all(np.abs(got).max(1)[1:] == 448)

@@ -128,8 +128,7 @@ def test_triton_s_kernels_read_the_kept_tokens_again_where_they_cannot_hold_them
 
 @pytest.mark.gpu
 @needs_triton
-@pytest.mark.parametrize("room", [8, 1024])
-@pytest.mark.parametrize("seed", [7, 8])
+@pytest.mark.parametrize(("seed", "room"), [(7, 8), (8, 1024)])
 def test_triton_s_kernels_split_a_row_over_many_programs(seed, room):
     from jpaged.pallas_kernels.sample_tokens import triton
     from jpaged.pallas_kernels.sample_tokens.operands import Operands

@@ -41,10 +41,10 @@ TestMappedMachine.settings = settings(max_examples=20, stateful_step_count=30, d
     ],
 )
 def test_hundreds_of_requests_find_their_own_pages_and_none_leaks(policy, mode, groups, tokens_per_row, depth):
-    drive = serve_at_random(policy, mode, groups, tokens_per_row, depth, **CHANGES)
+    drive = serve_at_random(policy, mode, groups, tokens_per_row, depth, num_requests=300, **CHANGES)
     executor = drive.engine.executor
     counts = executor.manager.counts
-    assert counts.num_mapped > 1000
+    assert counts.num_mapped > 500
     assert counts.num_created <= executor.config.num_blocks
     assert_nothing_leaks(executor)
 
