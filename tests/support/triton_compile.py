@@ -71,10 +71,11 @@ def launches(op: Callable[..., Any], arguments: dict[str, Any], capability: int)
     return found
 
 
-def compiled(recorded: Recorded, capability: int) -> Compiled:
-    """The kernel, compiled by Triton and ptxas."""
-    built = ptx_of(recorded, capability)
-    cubin, log = assembled(bare_ptx(built.asm["ptx"]), capability)
+def compiled(recorded: Recorded, capability: int, older: int | None = None) -> Compiled:
+    """The kernel, compiled by Triton and ptxas. older: a GPU for which Triton writes the same PTX."""
+    built = ptx_of(recorded, older or capability)
+    ptx = bare_ptx(built.asm["ptx"])
+    cubin, log = assembled(ptx.replace(f".target sm_{older}", f".target sm_{capability}"), capability)
     spilled = int(re.search(r"(\d+) bytes spill stores", log)[1])
     registers = int(re.search(r"Used (\d+) registers", log)[1])
     return Compiled(built.metadata.shared, registers, spilled, _in_loops(disassembled(cubin)) if spilled else 0)
