@@ -62,7 +62,7 @@ def test_greedy_tokens_are_those_of_transformers(started):
     prompts = mixed_prompts(0)
     assert_greedy(reference, prompts, run(engine, prompts))
     startup.runner.memory.mapper.check_integrity()
-    assert startup.runner.memory.mapper.counts.num_mapped > 100
+    assert startup.runner.memory.mapper.counts.num_mapped > 40
 
 
 def test_preempted_requests_give_the_same_tokens(started):
