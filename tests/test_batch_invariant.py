@@ -175,8 +175,9 @@ def test_blocks_whose_attention_is_another_than_a_trainers_are_refused(monkeypat
     ):
         check_attention(model, None, 8)
     monkeypatch.undo()
+    in_32_bits = build(ModelConfig.from_dict(CONFIGS["qwen3-0.6b"]), "float32")
     with pytest.raises(InvalidParameterError, match="cannot be had with kernel_backend='hopper': "):
-        check_attention(model, "hopper", 16)
+        check_attention(in_32_bits, "hopper", 16)
 
 
 def test_a_model_that_mixes_tokens_by_itself_is_refused():

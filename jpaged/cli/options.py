@@ -212,7 +212,7 @@ def add_model_options(parser: argparse.ArgumentParser, *, generates: bool = True
 
 
 def _add_generation_settings(group: "argparse._ArgumentGroup") -> None:
-    """Options that are idle where nothing is sampled: nor does anybody read the engine's metrics there."""
+    """Options of commands that sample. Others leave them out, as nothing would read them."""
     group.add_argument(
         "--generation-config",
         metavar="auto|vllm|DIR",

@@ -42,8 +42,9 @@ _WIDE_GPU_ROWS = 512
 """Of tiles without products: padding costs them next to nothing."""
 
 _WIDE_TILES_APART = 4
-"""Up to so many tiles without products stand one after another, in one CUDA graph with all else. Of a loop the host
-starts each turn, which takes longer than what these compute; but more of them take long to compile."""
+"""Up to so many tiles without products stand one after another, in one CUDA graph with all else; more are turns of a
+loop. The host starts each turn, which takes longer than the tile itself, but the code of many tiles takes long to
+compile."""
 
 
 def tile_rows() -> int:

@@ -1,4 +1,4 @@
-"""Whether the attention of batch_invariant=True can be had, with the bits that a trainer's forward pass has."""
+"""Checks that an engine with batch_invariant=True attends by the same kernels as a trainer's forward pass."""
 
 from functools import partial
 from typing import Any

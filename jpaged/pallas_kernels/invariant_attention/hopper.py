@@ -37,10 +37,10 @@ def invariant_attention(operands: Operands, query_starts: jax.Array, features: F
         return decode.decode_attention(Operands(q, kv_pool, tables[row], seen, slopes), features)
 
     slab = _slab(decode.bytes_of_parts(q, kv_pool, tables.shape[1], features) + 4 * tables.shape[1])
+    if tokens <= slab:
+        return attend(q, *rows_of(jnp.arange(tokens, dtype=jnp.int32), kv_lens, query_starts))
     count = -(-tokens // slab)
-    row, seen = rows_of(jnp.arange(count * slab if count > 1 else tokens, dtype=jnp.int32), kv_lens, query_starts)
-    if count <= 1:
-        return attend(q, row, seen)
+    row, seen = rows_of(jnp.arange(count * slab, dtype=jnp.int32), kv_lens, query_starts)
     padded = jnp.pad(q, ((0, count * slab - tokens), (0, 0), (0, 0)))
 
     def body(number: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,13 +14,18 @@ from jpaged.pallas_kernels.registry import missing
 from tests.pallas_kernels.test_hopper_compile import missing_compiler
 
 
+def compiled_by(script: str, dumps: Path, *arguments: str, **variables: str) -> list[dict[str, Any]]:
+    """The records that a script beside this file prints. variables: of its environment, in which Triton compiles."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
+    command = [sys.executable, str(Path(__file__).with_name(script)), str(dumps), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
 @pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
 def test_every_program_of_a_step_is_one_cuda_graph_on_an_h200(tmp_path):
-    script = Path(__file__).with_name("compile_steps_for_h200.py")
-    command = [sys.executable, str(script), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    programs = {record["name"]: record for line in done.stdout.splitlines() if (record := json.loads(line))}
+    programs = {record["name"]: record for record in compiled_by("compile_steps_for_h200.py", tmp_path)}
     smaller, larger = f"mixed_{LEAST_ROWS - 8}", f"mixed_{LEAST_ROWS}"
     bodies = {"decode_8", "decode_64", "decode_16", "shared_decode_64", smaller, larger}
     heads = {name for name in programs if name.startswith("sample_64_")}
@@ -46,11 +52,7 @@ def test_every_program_of_a_step_is_one_cuda_graph_on_an_h200(tmp_path):
 
 @pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
 def test_an_invariant_step_of_two_tiles_is_one_graph_with_the_kernels_of_one_tile_twice(tmp_path):
-    script = Path(__file__).with_name("compile_invariant_steps_for_h200.py")
-    command = [sys.executable, str(script), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    programs = {record["name"]: record for line in done.stdout.splitlines() if (record := json.loads(line))}
+    programs = {record["name"]: record for record in compiled_by("compile_invariant_steps_for_h200.py", tmp_path)}
     one, two = programs["decode_512"], programs["mixed_1024"]
     assert one["parts"] == two["parts"] == {"kCommandBuffer": 1}
     assert len(one["arithmetic"]) > 5
@@ -61,11 +63,7 @@ def test_an_invariant_step_of_two_tiles_is_one_graph_with_the_kernels_of_one_til
 def test_a_layer_in_fp8_is_ten_launches_in_a_decode_step(tmp_path):
     """Four products, three times rows rounded with what comes before, attention's output rounded, RoPE and write with
     the scales of QKV, and attention."""
-    script = Path(__file__).with_name("compile_fp8_steps_for_h200.py")
-    command = [sys.executable, str(script), str(tmp_path), "2,3", "32"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    two, three = (json.loads(line) for line in done.stdout.splitlines())
+    two, three = compiled_by("compile_fp8_steps_for_h200.py", tmp_path, "2,3", "32")
     assert (two["layers"], three["layers"]) == (2, 3)
     assert two["parts"] == three["parts"] == {"kCommandBuffer": 1}
     assert three["commands"] - two["commands"] <= 10
@@ -75,13 +73,9 @@ def test_a_layer_in_fp8_is_ten_launches_in_a_decode_step(tmp_path):
 @pytest.mark.skipif(missing("triton") is not None, reason=str(missing("triton")))
 def test_a_layer_in_fp8_is_six_launches_where_products_round_their_rows(tmp_path):
     """Four products, RoPE and write with the scales of QKV, and attention."""
-    script = Path(__file__).with_name("compile_fp8_steps_for_h200.py")
-    command = [sys.executable, str(script), str(tmp_path), "2,3", "1,8,16"]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"JPAGED_FEW_FP8_ROWS": "8", "JPAGED_TRITON_CALLS": "native"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    programs = {(line["layers"], line["name"]): line for line in map(json.loads, done.stdout.splitlines())}
+    options = {"JPAGED_FEW_FP8_ROWS": "8", "JPAGED_TRITON_CALLS": "native"}
+    records = compiled_by("compile_fp8_steps_for_h200.py", tmp_path, "2,3", "1,8,16", **options)
+    programs = {(record["layers"], record["name"]): record for record in records}
     for name in ("decode_1", "decode_8"):
         two, three = programs[2, name], programs[3, name]
         assert two["parts"] == three["parts"] == {"kCommandBuffer": 1}
@@ -92,20 +86,8 @@ def test_a_layer_in_fp8_is_six_launches_where_products_round_their_rows(tmp_path
 @pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
 def test_a_step_of_native_triton_calls_is_the_graph_it_was_and_leaves_no_call_to_jaxlib(tmp_path):
     def compiled(calls):
-        script = Path(__file__).with_name("compile_triton_steps_for_h200.py")
-        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        command = [sys.executable, str(script), str(tmp_path / calls)]
-        done = subprocess.run(
-            command,
-            env=environment | {"JPAGED_TRITON_CALLS": calls},
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        return {record["name"]: record for line in lines if (record := json.loads(line))}
+        records = compiled_by("compile_triton_steps_for_h200.py", tmp_path / calls, JPAGED_TRITON_CALLS=calls)
+        return {record["name"]: record for record in records}
 
     by_jaxlib, native = compiled("ffi"), compiled("native")
     assert native.keys() == by_jaxlib.keys() == {"decode_8", "mixed_256", "sample_8_0", "sample_8_2"}

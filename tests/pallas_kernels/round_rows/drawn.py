@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -122,7 +123,7 @@ def check(case: Case, arguments: Operands, found: tuple[RoundedRows, Any]) -> No
     got = np.asarray(rows.values[: case.rows]).astype(np.float64)
     np.testing.assert_allclose(rows.scales[: case.rows], scales, rtol=2**-7 if case.norm or case.residual else 1e-5)
     most = np.abs(values) * (2**-4 + 2**-6) + 2**-10
-    if case.activation == "gelu_tanh":  # whose tail is what float32 has left of 1 + tanh
+    if case.activation == "gelu_tanh" and jax.default_backend() == "cpu":  # whose tanh is off by 3e-7, all of its tail
         wide = np.abs(_wide(arguments.x))
         most += 2**-22 * wide[:, : case.depth] * wide[:, case.depth :] / scales
     assert np.all(np.abs(got - values) <= most)
