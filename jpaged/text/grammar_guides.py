@@ -12,9 +12,12 @@ import numpy as np
 from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.text.grammar_process import Changes, Compiled, Place
 from jpaged.text.grammar_shards import Processes, Shard, take_all
+from jpaged.text.token_tables import TokenTable
 
 _QUICK_S = 0.02
 """A constraint that is compiled within this may be compiled while a shard's other sequences wait."""
+_TABLE_FROM = 4
+"""Sequences from which on a table is worth its seconds: many schemas are seen once."""
 _MORE_IN_KNOWN = 4
 """Sequences that a shard may have more than another one that would have to compile the constraint first."""
 
@@ -24,7 +27,8 @@ class CompiledGrammar:
 
     forced: tokens that come first. mask: uint32 [words]; what may follow these. params: what it was compiled from.
     shards: that know it. is_quick: whether others may compile it between two answers. num_begun: sequences.
-    successor: the same in later processes, where its own have ended and a sequence went on.
+    successor: the same in later processes, where its own have ended and a sequence went on. table: what the device
+    follows it by; None until it is made, which begins with its fourth sequence without one, and where there is none.
     """
 
     def __init__(
@@ -41,15 +45,24 @@ class CompiledGrammar:
         self.shards = {shard}
         self.is_quick = compiled.seconds < _QUICK_S
         self.successor: CompiledGrammar | None = None
-        self._num_begun = 0
+        self.table: TokenTable | None = None
+        self._num_begun = self._num_without_table = 0
         self._grow = grow
 
     def begin(self, ignore_eos: bool, guesses: bool = False) -> "Guide":
         """A guide for a new sequence, behind the forced tokens. guesses: whether it may do without masks."""
         self._num_begun += 1
+        if self.table is None:
+            self._num_without_table += 1
+            if self._num_without_table == _TABLE_FROM:
+                self.process.tables.want(self)
         if not self.is_quick and self._num_begun > len(self.shards) < len(self.process.shards):
             self._grow(self)
         return Guide(self, ignore_eos, guesses)
+
+    def lose_table(self) -> None:
+        """Others need its room. It gets another one if as many sequences begin again."""
+        self.table, self._num_without_table = None, 0
 
     def __del__(self) -> None:
         for shard in self.shards:

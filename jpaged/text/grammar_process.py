@@ -1,4 +1,4 @@
-"""Processes that follow grammars, the **shards**: `python -P -m jpaged.text.grammar_process WORDS FDS FD FD...`.
+"""Processes that follow grammars, the **shards**: `python -P -m jpaged.text.grammar_process WORDS TABLES FDS FD FD...`.
 
     its parent, `grammar_shards.py`                                a shard
     first FD          Follow: guides and what each sampled    -->  Followed: where they stand; then Made, of those that
@@ -10,7 +10,8 @@
     the very first    Start: the tokenizer                    -->  what is wrong with it; empty if nothing is
 
 Each FD is a socket (`frames.py`, msgpack). A shard has FDS of them. The process that is started is the first shard: it
-makes the tokenizer, and then forks the others, which share its memory. All end with their parent.
+makes the tokenizer, and then forks the others, which share its memory; and one more, with the socket TABLES
+(`table_process.py`). All end with their parent.
 
 They are processes, not threads: llguidance moves a sequence past a token, and says what is forced, with Python's lock
 held, some 40 us each. A grammar is compiled in each shard that has sequences of it. What a shard's lexer has met makes
@@ -29,7 +30,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
@@ -40,6 +41,7 @@ from jpaged.text.frames import read_frame, write_frame
 from jpaged.text.grammar_check import STACK_BYTES
 from jpaged.text.grammars import GrammarTokenizer, grammar_text, refusal
 from jpaged.text.guides import FollowedGrammar, Guide, Vocabulary, count_tokens, few_tokens
+from jpaged.text.table_process import serve_tables
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -318,6 +320,11 @@ class GrammarServer:
         other._tokenizer, other._vocabulary = self._tokenizer, self._vocabulary
         return other
 
+    def serve_tables(self, sock: socket.socket) -> NoReturn:
+        """As `table_process.serve_tables`."""
+        assert self._tokenizer is not None
+        serve_tables(sock, self._tokenizer, self._vocabulary)
+
     def compile(self, message: Compile) -> Compiled:
         """Compiles a constraint, which is known by its number from then on."""
         self._forget(message.forgotten)
@@ -481,7 +488,7 @@ def _alone(shards: list[list[int]]) -> list[int]:
 
 def main() -> None:
     """Serves each socket in a thread."""
-    num_words, of_shard, *fds = map(int, sys.argv[1:])
+    num_words, tables, of_shard, *fds = map(int, sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     server = GrammarServer(num_words)
@@ -499,7 +506,9 @@ def main() -> None:
     if wrong:
         return
     gc.freeze()
-    own = _forked([fds[i : i + of_shard] for i in range(0, len(fds), of_shard)])
+    own = _forked([*(fds[i : i + of_shard] for i in range(0, len(fds), of_shard)), [tables]])
+    if own == [tables]:
+        server.serve_tables(socket.socket(fileno=tables))
     threading.stack_size(_COMPILER_STACK_BYTES)
     threads = [threading.Thread(target=_serve_or_end, args=(server, socket.socket(fileno=fd))) for fd in own]
     for thread in threads:

@@ -2,7 +2,8 @@
 
     Processes --+-- Shard: its sequences; questions to it, and answers that are on their way, in order
                 +-- Shard
-                '-- compilers: sockets on which constraints are compiled, of all shards in turn
+                +-- compilers: sockets on which constraints are compiled, of all shards in turn
+                '-- tables: the process beside the shards that makes tables (`grammar_tables.py`)
 
 A shard answers in the order in which it is asked. Whoever asks says what is to be done with the answer, and `pump` does
 it once the answer is there: the engine's thread asks all shards and goes on, and waits for none. Nor does it wait until
@@ -31,6 +32,7 @@ from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.text import grammar_process
 from jpaged.text.frames import framed, read_frame, write_frame
 from jpaged.text.grammar_process import Compile, Compiled, Failed, Followed, KeptMasks, Made, Place, Start
+from jpaged.text.grammar_tables import TableMaker
 from jpaged.text.helper_process import start_helper
 
 NUM_COMPILERS = 6
@@ -156,15 +158,17 @@ class Processes:
 
     Attributes:
         compilers: sockets on which constraints are compiled, and their shards; a thread has one at a time.
+        tables: makes tables of constraints. If its process ends, the others do not.
         pid: of the first shard. serial: tells these processes from all others.
     """
 
     def __init__(self, num_shards: int, num_words: int) -> None:
         of_shard = 1 + -(-NUM_COMPILERS // num_shards)
-        pairs = [socket.socketpair() for _ in range(num_shards * of_shard)]
-        ours = [own for own, _ in pairs]
+        pairs = [socket.socketpair() for _ in range(1 + num_shards * of_shard)]
+        of_tables, *ours = [own for own, _ in pairs]
         fds = [theirs.fileno() for _, theirs in pairs]
-        process = start_helper(grammar_process.__name__, *map(str, [num_words, of_shard, *fds]), fds=fds)
+        arguments = map(str, [num_words, fds[0], of_shard, *fds[1:]])
+        process = start_helper(grammar_process.__name__, *arguments, fds=fds)
         for _, theirs in pairs:
             theirs.close()
         self.pid = process.pid
@@ -175,7 +179,8 @@ class Processes:
         self.compilers = deque(
             (shard, ours[i * of_shard + k]) for k in range(1, of_shard) for i, shard in enumerate(self.shards)
         )
-        self.end = weakref.finalize(self, _end, process, ours, os.getpid())
+        self.tables = TableMaker(of_tables)
+        self.end = weakref.finalize(self, _end, process, self.tables, [of_tables, *ours], os.getpid())
 
     def start(self, message: Start) -> str | None:
         """What is wrong with a tokenizer, or empty; None if the process has ended."""
@@ -241,7 +246,9 @@ def take_all(numbers: deque[int]) -> list[int]:
     return taken
 
 
-def _end(process: "subprocess.Popen[bytes]", sockets: list[socket.socket], pid: int) -> None:
+def _end(process: "subprocess.Popen[bytes]", tables: TableMaker, sockets: list[socket.socket], pid: int) -> None:
+    if os.getpid() == pid:
+        tables.close()
     for sock in sockets:
         sock.close()
     if os.getpid() == pid:  # else it is the parent's

@@ -33,7 +33,7 @@ CHECK_S = 2.0
 """The longest that compiling a constraint may take."""
 _START_S = 60.0
 _MOST_VERDICTS = 4096
-_WHITESPACE = r" |\n {0,24}|\n\t{0,8}"
+WHITESPACE = r" |\n {0,24}|\n\t{0,8}"
 """What may stand between JSON's tokens."""
 _MOST_SHOWN = 200
 _BAD_REGEX = re.compile(r'invalid regex (".*") \(in regex\): (.*)', re.DOTALL)
@@ -177,7 +177,7 @@ def refusal(params: StructuredOutputsParams, wrong: str) -> str:
 def _json_options(params: StructuredOutputsParams) -> Any:
     if params.disable_any_whitespace:
         return {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return {"whitespace_pattern": params.whitespace_pattern or _WHITESPACE}
+    return {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
 
 
 def _as_lark(grammar: str) -> str:

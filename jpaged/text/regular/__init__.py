@@ -1,0 +1,1 @@
+"""Regular constraints: what texts they allow, as finite automata."""
