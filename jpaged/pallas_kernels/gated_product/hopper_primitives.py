@@ -47,6 +47,19 @@ def zeros(columns: int) -> tuple[jax.Array, jax.Array]:
     return tuple(begin())
 
 
+def await_warpgroup() -> None:
+    """Waits until all threads of the warpgroup are here. A warpgroup arrives at a `ClusterBarrier` by its first warp
+    alone, which would not wait for the others.
+    """
+
+    @plgpu.inline_mgpu()
+    def wait(ctx: Any) -> None:
+        del ctx
+        mgpu.utils.warpgroup_barrier()
+
+    wait()
+
+
 def add_products(first: jax.Array, second: jax.Array, x_ref: Any, w_ref: Any) -> tuple[jax.Array, jax.Array]:
     """Issues first += x @ w[0] and second += x @ w[1], as one group of wgmmas.
 

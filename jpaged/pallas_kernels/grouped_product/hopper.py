@@ -231,6 +231,9 @@ def _consume(c: _Cta) -> None:
 
         def pass_step(i: jax.Array, _: jax.Array) -> jax.Array:
             plgpu.barrier_wait(smem.full.at[c.slot(step + i)])
+            # A warp that lags behind would take the stage's next filling but one for this one, and wait for ever. Where
+            # products are computed, these keep the warps together.
+            c.gpu.await_warpgroup()
             plgpu.barrier_arrive(smem.free.at[c.slot(step + i)])
             return _
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import lax
 
 from jpaged.pallas_kernels import gated_grouped_product, sort_by_expert, weighted_grouped_product
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
@@ -301,6 +302,26 @@ def test_on_the_gpu_rows_of_uneven_groups_are_right_whatever_is_beside_them(rows
     for one, other in zip(found, again, strict=True):
         np.testing.assert_array_equal(*(np.asarray(out[:others_end]).view(np.uint16) for out in (one, other)))
         assert jnp.isnan(other[others_end : others_end + int(sizes[bad])]).all()
+
+
+@pytest.mark.gpu
+def test_on_hopper_warpgroups_without_rows_keep_up_through_many_launches():
+    """A warp of theirs that lagged behind by a whole ring of stages would wait for ever."""
+    sizes = np.random.default_rng(0).integers(1, 200, 64)  # half of the last tiles have rows for one warpgroup of two
+    x, gate_up, _, *others = draw_arguments(0, sizes.tolist(), 2048, 512)
+    assert pick_tiling(len(x), 64, 512).consumers == 2
+    product = partial(gated_grouped_product, activation="silu", backend="hopper")
+    first = product(x, gate_up, others[0])
+
+    @jax.jit
+    def differing(x, gate_up, sizes):
+        def launch(_, count):
+            read, count = lax.optimization_barrier((x, count))  # or the product would be taken out of the loop
+            return count + jnp.sum(product(read, gate_up, sizes) != first)
+
+        return lax.fori_loop(0, 5_000, launch, jnp.int32(0))
+
+    assert differing(x, gate_up, others[0]) == 0
 
 
 @needs_mosaic
