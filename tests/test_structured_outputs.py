@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from dataclasses import replace
 
 import jsonschema
@@ -82,6 +83,32 @@ def test_what_is_guessed_and_checked_afterwards_is_what_masks_would_have_led_to(
     monkeypatch.setattr(ConstrainedRows, "_may_guess", lambda self, request: False)
     assert found() == guessed
     assert llm.get_metrics().num_guesses == after.num_guesses
+
+
+def test_a_table_leads_to_the_answers_that_the_host_leads_to(llm):
+    constraints = [
+        Structured(json=SCHEMA),
+        Structured(json=SCHEMA, disable_any_whitespace=True),
+        Structured(regex=r"(yes|no), [0-9]{1,4}!"),
+        Structured(choice=["a red fox", "a red snail", "an owl"]),
+    ]
+    options = ({}, {"n": 2}, {"logprobs": 2}, {"top_k": 9, "temperature": 2.0}, {"presence_penalty": 0.5})
+    params = [sampling(one, seed=i, max_tokens=60, **extra) for one in constraints for i, extra in enumerate(options)]
+
+    def found():
+        before = llm.get_metrics().num_tabled
+        outputs = llm.generate([PROMPT] * len(params), params, use_tqdm=False)
+        every = [(one.token_ids, one.finish_reason, one.stop_reason) for output in outputs for one in output.outputs]
+        return every, llm.get_metrics().num_tabled - before
+
+    of_host, num_tabled = found()
+    assert num_tabled < len(params)
+    compiled = [llm.engine._grammars.compile(one).result() for one in constraints]
+    ends = time.monotonic() + 60
+    while any(grammar.table is None for grammar in compiled):
+        assert time.monotonic() < ends, "there is no table"
+        time.sleep(0.05)
+    assert found() == (of_host, len(params))
 
 
 def test_answers_validate_against_random_schemas_at_every_temperature(llm):

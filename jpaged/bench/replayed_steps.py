@@ -28,6 +28,7 @@ _SAMPLING = {
     SamplingVariant.GREEDY: SamplingParams(temperature=0.0),
     SamplingVariant.SAMPLING: SamplingParams(temperature=1.0),
     SamplingVariant.TRUNCATED: SamplingParams(temperature=1.0, top_p=0.9, top_k=50),
+    SamplingVariant.TABLE: SamplingParams(temperature=1.0),
     SamplingVariant.MASKED: SamplingParams(temperature=1.0),
     SamplingVariant.FULL: SamplingParams(temperature=1.0, presence_penalty=0.5),
     SamplingVariant.BEAM: SamplingParams(temperature=0.0),

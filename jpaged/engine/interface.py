@@ -15,7 +15,7 @@ The rows of a step are its decode slots, in order, and then its chunks, in order
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -42,9 +42,10 @@ class SamplingVariant(IntEnum):
     GREEDY = 0  # every row is greedy: an argmax
     SAMPLING = 1  # temperature and seeds
     TRUNCATED = 2  # top_k, top_p, min_p
-    MASKED = 3  # masks of `StepPlan.masks`; `StepResult.ranked`
-    FULL = 4  # penalties, logit_bias, allowed_token_ids, bad_words, min_tokens, logprobs
-    BEAM = 5  # every row is greedy or a beam: an argmax, and logprobs
+    TABLE = 3  # constraints that the device follows by itself, `SlotStart.place`
+    MASKED = 4  # masks of `StepPlan.masks`; `StepResult.ranked`
+    FULL = 5  # penalties, logit_bias, allowed_token_ids, bad_words, min_tokens, logprobs
+    BEAM = 6  # every row is greedy or a beam: an argmax, and logprobs
 
 
 class FinishCode(IntEnum):
@@ -69,6 +70,48 @@ class CacheGroup:
     window: int | None = None
 
 
+class TableRoom(NamedTuple):
+    """How much the device has room for, of all constraints together that it follows by itself.
+
+    tables: constraints. states: places in them. masks: with a bit for every token. entries: of places by classes of
+    tokens.
+    """
+
+    tables: int
+    states: int
+    masks: int
+    entries: int
+
+
+TABLE_ROOM = TableRoom(tables=32, states=3 << 13, masks=3 << 10, entries=3 << 22)
+"""103 MB with a vocabulary of 152,000 tokens: as much as three of the largest tables take."""
+NO_PLACE = 0
+"""The place of a slot that follows no table: all tokens may come, and it stays there. It has mask 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableLoad:
+    """A constraint's table for the device: masks by place, and where tokens lead. Places, masks and entries of all
+    tables are numbered as one.
+
+    number: of the table, below `TableRoom.tables`. first_place, first_mask, first_entry: where it lies.
+    classes: int32 [vocabulary]; tokens that lead to the same places are of one class.
+    mask_of: int32 [places]; the mask of each place.
+    masks: uint32 [masks, ceil(vocabulary / 32)].
+    entries: int16 [places, classes]; which of the table's places a token of a class leads to; -1: to none, since it may
+        not follow, or ends.
+    """
+
+    number: int
+    first_place: int
+    first_mask: int
+    first_entry: int
+    classes: np.ndarray
+    mask_of: np.ndarray
+    masks: np.ndarray
+    entries: np.ndarray
+
+
 @dataclass(frozen=True, slots=True)
 class SlotStart:
     """A sequence takes a slot, at its first admission or when it resumes after a preemption.
@@ -80,6 +123,8 @@ class SlotStart:
     max_len: the total length, in tokens, at which the device stops the sequence.
     stop_token_ids: tokens that stop it, the end-of-sequence tokens included unless ignored.
     bad_words_token_ids: token sequences whose last token is never sampled after the others.
+    place: where it stands in the table of its constraint, if the device follows it by that.
+    table: that table, if the device does not have it yet.
     """
 
     slot: int
@@ -92,6 +137,8 @@ class SlotStart:
     seed: int
     stop_token_ids: tuple[int, ...]
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    place: int = NO_PLACE
+    table: TableLoad | None = None
 
 
 @dataclass(frozen=True, slots=True)

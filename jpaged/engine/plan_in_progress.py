@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jpaged.engine.interface import Chunk, HostCopy, SlotStart
+from jpaged.engine.interface import NO_PLACE, Chunk, HostCopy, SlotStart
 from jpaged.engine.sequences.request import Request
 
 NO_BLOCKS = np.zeros((0,), np.int32)
@@ -55,4 +55,6 @@ def slot_start(request: Request, token_ids: np.ndarray, block_ids: np.ndarray, n
         seed=request.seed,
         stop_token_ids=request.stop_token_ids if request.group.device_tests_stop_tokens else (),
         bad_words_token_ids=request.bad_words_token_ids,
+        place=NO_PLACE if request.table is None else request.table.place_after(token_ids[request.prompt_len :]),
+        table=None if request.table is None else request.table.take_load(),
     )

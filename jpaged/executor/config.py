@@ -153,4 +153,4 @@ class ExecutorConfig:
 
 def _is_rare(variant: SamplingVariant) -> bool:
     """Whether few requests need the variant, so that there are programs of it for few sizes only."""
-    return variant >= SamplingVariant.MASKED
+    return variant >= SamplingVariant.TABLE

@@ -24,6 +24,7 @@ import numpy as np
 from jpaged.api.structured_outputs import FEW_TOKENS
 from jpaged.engine.config import SchedulerConfig
 from jpaged.engine.interface import (
+    NO_PLACE,
     NO_TOKEN,
     NULL_BLOCK,
     NUM_RANKED,
@@ -116,7 +117,8 @@ def content_of(print_of_token: int, group: int) -> int:
 
 @dataclass
 class _Slot:
-    """tables: a block table for each cache group. first_query: of the row that ran last. forgets: it was told of
+    """tables: a block table for each cache group. first_query: of the row that ran last. place: in the table of its
+    constraint. forgets: it was told of
     another last token, and has not sampled since; the next body must be told again, or it takes it for `was_active`.
     """
 
@@ -127,6 +129,7 @@ class _Slot:
     num_computed: int
     first_query: int = 0
     active: bool = True
+    place: int = NO_PLACE
     mask: np.ndarray | None = None
     ranked: list[int] | None = None
     forgets: bool = False
@@ -181,6 +184,7 @@ class FakeExecutor:
         self._run_ahead: set[int] = set()
         self.num_run_ahead = 0
         self._snapshots: dict[int, int] = {}
+        self._grammars: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}  # by place: mask, classes, entries
         self._content = np.zeros((config.num_blocks, config.block_size), np.int64)
 
     def execute(self, plan: StepPlan) -> FakeHandle:
@@ -206,6 +210,12 @@ class FakeExecutor:
             assert 0 < len(out.block_ids) <= SWAP_CHUNK_BLOCKS
             assert 0 <= out.chunk < self.config.num_swap_chunks
             self._host[out.chunk] = self._content[out.block_ids].copy()
+        for start in plan.starts:
+            if (table := start.table) is not None:
+                for i, (mask, entries) in enumerate(zip(table.mask_of, table.entries, strict=True)):
+                    places = np.where(entries < 0, NO_PLACE, entries + np.int32(table.first_place))
+                    mine = table.masks[mask - table.first_mask], table.classes, places
+                    self._grammars[table.first_place + i] = mine
         for start in plan.starts:
             self._start(start)
         self._load_states(plan)
@@ -362,6 +372,8 @@ class FakeExecutor:
         assert start.num_computed_tokens <= len(tokens) < start.max_len <= self.config.max_model_len
         assert len(start.block_ids) == len(self.config.cache_groups)
         self._slots[start.slot] = _Slot(start, tokens, prints, start.block_ids.tolist(), start.num_computed_tokens)
+        self._slots[start.slot].place = start.place
+        assert start.place == NO_PLACE or start.place in self._grammars, "a slot starts in a table that is not there"
 
     def _write_decode(self, state: _Slot) -> None:
         state.first_query = state.num_computed
@@ -462,7 +474,11 @@ class FakeExecutor:
 
     def _sample_row(self, state: _Slot, logprobs: Logprobs | None, place: tuple[int, int]) -> int:
         token = next_token(state.prints[-1], state.start.seed, len(state.tokens))
-        if state.start.sampling.structured_outputs is not None:
+        if state.start.place != NO_PLACE:
+            mask, classes, entries = self._grammars[state.place]
+            token = allowed_token(token, mask)
+            state.place = int(entries[classes[token]])
+        elif state.start.sampling.structured_outputs is not None:
             assert state.mask is not None, "a constrained row runs without a mask"
             state.ranked = ranked_tokens(token, state.mask)
             token = state.ranked[0]
@@ -545,7 +561,7 @@ def needed_variant(start: SlotStart) -> SamplingVariant:
     if start.sampling.needs_full_variant:
         return SamplingVariant.FULL
     if start.sampling.structured_outputs is not None:
-        return SamplingVariant.MASKED
+        return SamplingVariant.MASKED if start.place == NO_PLACE else SamplingVariant.TABLE
     if start.sampling.truncates:
         return SamplingVariant.TRUNCATED
     return SamplingVariant.GREEDY if start.sampling.greedy else SamplingVariant.SAMPLING

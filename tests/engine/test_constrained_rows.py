@@ -59,6 +59,8 @@ class MadeUpGuide:
 class MadeUpGrammar:
     """Begins with three forced tokens."""
 
+    table = None
+
     def __init__(self) -> None:
         self.forced = (5, 6, 7)
         self._start = MadeUpGuide(0)

@@ -32,7 +32,7 @@ from tests.parallel.models import VOCAB_SIZE, eight_heads
 from tests.tiny_models import write_tiny_model
 
 NUM_REQUESTS, NUM_TOKENS = 8, 10
-MASKS = (SamplingVariant.MASKED, SamplingVariant.FULL)
+MASKS = (SamplingVariant.TABLE, SamplingVariant.MASKED, SamplingVariant.FULL)
 FEW_BLOCKS = 44
 """Blocks of 4 tokens: the requests need about 90."""
 
@@ -282,6 +282,8 @@ def _drawn_under_masks(variant: SamplingVariant, shards: int) -> list[list[int]]
     def draw(logits: jax.Array, counts: jax.Array) -> jax.Array:
         full = init_full_state(rows, vocab_size)._replace(token_counts=counts)
         options: dict[str, Any] = {"variant": variant, "collectives": collectives}
+        if variant == SamplingVariant.TABLE:
+            options["allowed"] = jnp.where(state.uses_mask[:rows, None], masks[:rows], np.uint32(0xFFFFFFFF))
         drawn = sample(logits, numbers, numbers, state, full, jnp.asarray(masks), **options)
         columns = [drawn.token_ids[:, None], *([] if drawn.ranked is None else [drawn.ranked])]
         return jnp.concatenate(columns, axis=1)
@@ -310,6 +312,7 @@ def _known_to_be_finite(variant: SamplingVariant, shards: int) -> list[bool]:
     def draw(logits: jax.Array, counts: jax.Array) -> jax.Array:
         full = init_full_state(rows, vocab_size)._replace(token_counts=counts)
         options: dict[str, Any] = {"variant": variant, "collectives": collectives}
+        options |= {"allowed": jnp.asarray(masks[:rows])} if variant == SamplingVariant.TABLE else {}
         return sample(logits, numbers, numbers, state, full, jnp.asarray(masks), **options).is_finite
 
     counts = np.zeros((rows + 1, vocab_size), np.int32)

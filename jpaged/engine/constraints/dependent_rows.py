@@ -118,6 +118,10 @@ class DependentRows(ABC):
         """
         return True
 
+    def lets_go(self, request: Request) -> bool:
+        """Whether a request that may queue is an ordinary one from here on: the device knows how it goes on."""
+        return False
+
     def admitted(self, group: Group) -> None:  # noqa: B027  # most kinds need not know
         """Members of a group have got their slots. Their prompt, or all that they know, is now computed in chunks."""
 
@@ -255,7 +259,7 @@ class Dependents:
         return self._kind_of.get(request.request_id)
 
     def forget(self, request: Request) -> None:
-        """The request has finished."""
+        """The request has finished, or is of no kind any more."""
         kind = self._kind_of.pop(request.request_id, None)
         if kind is not None:
             kind.forgotten(request.group)
@@ -263,7 +267,13 @@ class Dependents:
     def may_queue(self, request: Request) -> bool:
         """As `DependentRows.may_queue`; an ordinary request always may."""
         kind = self._kind_of.get(request.request_id)
-        return kind is None or kind.may_queue(request)
+        if kind is None:
+            return True
+        if not kind.may_queue(request):
+            return False
+        if kind.lets_go(request):
+            self.forget(request)
+        return True
 
     def collect(self) -> list[Confirmed]:
         """As `DependentRows.collect`."""

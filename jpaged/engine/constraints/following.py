@@ -13,11 +13,40 @@ import numpy as np
 from jpaged.api.structured_outputs import StructuredOutputsParams
 
 
+class Table(Protocol):
+    """A constraint as a finite automaton over tokens; `jpaged.text.token_tables` makes them.
+
+    masks: uint32 [masks, words]. mask_of: int32 [states]; what may follow in each state. classes: int32 [vocabulary];
+    tokens that lead to the same states are of one class. next: int32 [states, classes]; -1 where a token may not
+    follow, or ends. start: where a sequence begins.
+    """
+
+    @property
+    def masks(self) -> np.ndarray: ...
+    @property
+    def mask_of(self) -> np.ndarray: ...
+    @property
+    def classes(self) -> np.ndarray: ...
+    @property
+    def next(self) -> np.ndarray: ...
+    @property
+    def start(self) -> int: ...
+    def follow(self, state: int, token_ids: Sequence[int]) -> int:
+        """The state after some tokens; -1 if one of them may not follow."""
+        ...
+
+
 class Grammar(Protocol):
-    """A compiled constraint: first come its forced tokens, then one that its mask, uint32 [words], allows."""
+    """A compiled constraint: first come its forced tokens, then one that its mask, uint32 [words], allows.
+
+    table: the same as an automaton, which forces its tokens one by one; None where there is none, or none yet.
+    """
 
     forced: tuple[int, ...]
     mask: np.ndarray
+
+    @property
+    def table(self) -> Table | None: ...
 
     def begin(self, ignore_eos: bool, guesses: bool) -> Any:
         """The guide of a new sequence: it stands behind the forced tokens. ignore_eos: as in `SamplingParams`. guesses:

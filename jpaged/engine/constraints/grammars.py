@@ -38,7 +38,8 @@ from jpaged.engine.constraints.following import Grammar, Grammars, Job, Places
 from jpaged.engine.constraints.held_guesses import HeldGuesses
 from jpaged.engine.constraints.run_ahead import RunAhead
 from jpaged.engine.constraints.sent_masks import SentMasks
-from jpaged.engine.interface import NO_TOKEN, FinishCode, SamplingVariant, StepResult
+from jpaged.engine.constraints.tables import Tables
+from jpaged.engine.interface import NO_TOKEN, TABLE_ROOM, FinishCode, SamplingVariant, StepResult
 from jpaged.engine.kv.block_manager import BlockManager
 from jpaged.engine.plan_in_progress import PlanInProgress
 from jpaged.engine.sequences.group import SequenceGroup
@@ -93,6 +94,7 @@ class ConstrainedRows(DependentRows):
         self._runs_ahead = runs_ahead and not slots.has_windows
         self._ahead = RunAhead(number, slots, blocks)
         self._held = HeldGuesses(slots, self._device, self._ahead)
+        self._tables = Tables(TABLE_ROOM)
         self._has_chunks = False  # forced tokens are to be computed in the next plan
 
     def group_of(self, request: Request) -> SequenceGroup | None:
@@ -119,6 +121,21 @@ class ConstrainedRows(DependentRows):
             return False
         del self._compiling[request.request_id]
         self._compiled[request.request_id] = future.result()
+        return True
+
+    def lets_go(self, request: Request) -> bool:
+        """Whether the device follows the request's grammar by a table: it is there, and there is room for it."""
+        table, sampling = self._compiled[request.request_id].table, request.sampling
+        if table is None or sampling.ignore_eos or sampling.min_tokens:  # which have masks of their own
+            return False
+        members = request.group.members
+        if any(table.follow(table.start, member.output_token_ids) < 0 for member in members):
+            return False
+        placed = self._tables.place(table)
+        if placed is None:
+            return False
+        for member in members:
+            member.follow(placed)
         return True
 
     def admitted(self, group: Group) -> None:

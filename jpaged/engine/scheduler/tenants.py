@@ -126,4 +126,6 @@ class Tenants(SchedulerPart):
         if request.group.finished:
             del self.groups[request.request_id]
             self._dependents.forget(request)
+            if request.table is not None:
+                request.table.release()
             self._counters.num_finished += 1

@@ -14,7 +14,7 @@ from jpaged.api.errors import InvalidParameterError, InvalidPromptError, shown
 from jpaged.api.outputs import PositionLogprobs, RequestStateStats
 from jpaged.api.pooling_params import PoolingParams
 from jpaged.api.sampling_params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, RequestOutputKind, SamplingParams
-from jpaged.engine.interface import SamplingVariant, TargetScores
+from jpaged.engine.interface import SamplingVariant, TableLoad, TargetScores
 from jpaged.engine.kv.swap_record import SwapRecord
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -60,6 +60,16 @@ class Group(Protocol):
     def waiting(self) -> "Iterator[Request]": ...
 
 
+class Table(Protocol):
+    """What the device follows a constraint by; `constraints/tables.py` has them."""
+
+    def place_after(self, token_ids: np.ndarray) -> int: ...
+
+    def take_load(self) -> TableLoad | None: ...
+
+    def release(self) -> None: ...
+
+
 class Request:
     """A prompt, how to sample after it, and what has come of it.
 
@@ -101,6 +111,7 @@ class Request:
         distrusts_cache: its logits were not finite behind cached blocks, so it computes all its tokens itself.
         has_stale_blocks: what is in its blocks was computed, in part, with weights that the model no longer has; no
             other request shares them.
+        table: what the device follows its constraint by; None for one without, or that the host follows.
         stats: when things happened to it; one object for all sequences of a request.
 
     Raises:
@@ -150,6 +161,7 @@ class Request:
         streams = sampling.output_kind != RequestOutputKind.FINAL_ONLY and not sampling.ranks
         self.reports_each_token = streams or bool(sampling.stop)
         self.variant = _variant_of(sampling)
+        self.table: Table | None = None
 
         self.index = 0
         self._group: Group | None = None
@@ -205,6 +217,10 @@ class Request:
     def join(self, group: Group) -> None:
         """Makes this one of the group's sequences, as `SequenceGroup.form` does with each of its members."""
         self._group = group
+
+    def follow(self, table: Table) -> None:
+        """Has the device follow its constraint from now on."""
+        self.table, self.variant = table, max(self.variant, SamplingVariant.TABLE)
 
     @property
     def params(self) -> SamplingParams | BeamSearchParams | PoolingParams:

@@ -36,11 +36,18 @@ def uses_extras(params: SamplingParams) -> bool:
 
 
 def core_record(
-    params: SamplingParams, *, seed: int, stop_token_ids: Sequence[int], prompt_len: int, max_len: int
+    params: SamplingParams,
+    *,
+    seed: int,
+    stop_token_ids: Sequence[int],
+    prompt_len: int,
+    max_len: int,
+    has_table: bool = False,
 ) -> np.ndarray:
     """On the host: a request's row of `SamplingState`, packed into int32 [CORE_RECORD_WORDS] for `start_slots`.
 
-    seed: any integer; its low 64 bits count. stop_token_ids, max_len: as in `SlotStart`.
+    seed: any integer; its low 64 bits count. stop_token_ids, max_len: as in `SlotStart`. has_table: the
+    device follows its constraint by a table, and is sent no masks for it.
 
     Raises:
         InvalidParameterError: more than MAX_STOP_TOKEN_IDS stop tokens.
@@ -55,7 +62,7 @@ def core_record(
     record[3] = min(max(params.top_k, 0), np.iinfo(np.int32).max)
     record[4:6].view(np.uint32)[:] = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
     record[6:8] = min(prompt_len + params.min_tokens, np.iinfo(np.int32).max), max_len
-    record[8:10] = uses_extras(params), params.structured_outputs is not None
+    record[8:10] = uses_extras(params), params.structured_outputs is not None and not has_table
     record[10 : 10 + len(stops)] = stops
     return record
 

@@ -1,6 +1,6 @@
 """Drawing the next token of every row on the device: pure functions over per-slot sampling state.
 
-    logits [R, V] ── MASKED: what a constraint allows
+    logits [R, V] ── TABLE, MASKED: what a constraint allows
                   ── FULL: as well masks, logit_bias, penalties ──┬─ argmax ───────────────────────────┐
        │                                                          └─ temperature, min_p, top_k, top_p, ├─> token ids [R]
        │                                                             then one keyed draw ──────────────┘
@@ -73,6 +73,7 @@ def sample(
     backend: str | None = None,
     logprobs_mode: LogprobsMode = "raw_logprobs",
     live: jax.Array | None = None,
+    allowed: jax.Array | None = None,
 ) -> SampleOutput:
     """Draws a token for every row.
 
@@ -91,6 +92,8 @@ def sample(
     logprobs_mode: static; as of `EngineArgs`, for FULL. BEAM's log-probabilities are the model's own.
     live: bool [R], of an engine that is batch_invariant: what sums or rounds is then computed in tiles of rows
         (`models.row_tiles`), and what comes out for other rows means nothing.
+    allowed: uint32 [R, words]; what the tables of constraints allow each row (`tables.py`); needed by TABLE. MASKED and
+        FULL heed them if there are any, others do not.
 
     Rows with a temperature below GREEDY_TEMPERATURE get the most likely token, the lowest id on ties. A row whose
     tokens all have a logit of minus infinity gets token 0.
@@ -106,12 +109,19 @@ def sample(
     if variant == SamplingVariant.FULL:
         if full is None:
             raise ValueError("SamplingVariant.FULL needs a FullSamplingState.")
-        process = partial(process_logits, state=state, full=full, collectives=collectives, masks=masks)
-        processed = by_row(process, logits, slots, positions)
+
+        def process(logits: jax.Array, slots: jax.Array, positions: jax.Array, *allowed: jax.Array) -> jax.Array:
+            return process_logits(logits, slots, positions, state, full, collectives, masks, *allowed)
+
+        processed = by_row(process, logits, slots, positions, *(() if allowed is None else (allowed,)))
+    elif variant == SamplingVariant.TABLE:
+        if allowed is None:
+            raise ValueError("SamplingVariant.TABLE needs what tables allow.")
+        processed = _allowed_only(logits, allowed, collectives)
     elif variant == SamplingVariant.MASKED:
         if masks is None:
             raise ValueError("SamplingVariant.MASKED needs masks.")
-        processed = _allowed_only(logits, _masks_of(slots, state, masks), collectives)
+        processed = _allowed_only(logits, _masks_of(slots, state, masks, allowed), collectives)
     truncates = variant >= SamplingVariant.TRUNCATED
     if variant == SamplingVariant.MASKED:
         drawn = partial(_draw_and_rank, state=state, collectives=collectives, backend=backend)
@@ -180,6 +190,7 @@ def process_logits(
     full: FullSamplingState,
     collectives: Collectives = ALONE,
     masks: jax.Array | None = None,
+    allowed: jax.Array | None = None,
 ) -> jax.Array:
     """Masks, logit_bias and penalties: float32 [R, V] -> float32 [R, V]. Masked tokens become minus infinity.
 
@@ -190,7 +201,7 @@ def process_logits(
 
     words = jnp.where(extras[:, None], full.allowed[slots], np.uint32(0xFFFFFFFF))
     if masks is not None:
-        mask = _masks_of(slots, state, masks)
+        mask = _masks_of(slots, state, masks, allowed)
         has_any = jnp.any(words & mask, axis=1, keepdims=True)
         words = jnp.where(has_any, words & mask, mask)
     allowed_only = _allowed_only(logits, words, collectives)
@@ -354,9 +365,12 @@ def _most_likely(logits: jax.Array, collectives: Collectives) -> tuple[jax.Array
     return token_ids, sample_reference.is_finite(largest[:, 0])
 
 
-def _masks_of(slots: jax.Array, state: SamplingState, masks: jax.Array) -> jax.Array:
-    """The masks of these slots, uint32 [R, words]; all bits are set for those without a constraint."""
-    return jnp.where(state.uses_mask[slots][:, None], masks[slots], np.uint32(0xFFFFFFFF))
+def _masks_of(slots: jax.Array, state: SamplingState, masks: jax.Array, allowed: jax.Array | None) -> jax.Array:
+    """What constraints allow these slots, uint32 [R, words]; all bits are set for those without. allowed: by tables;
+    such a slot has no mask of its own.
+    """
+    own = jnp.where(state.uses_mask[slots][:, None], masks[slots], np.uint32(0xFFFFFFFF))
+    return own if allowed is None else own & allowed
 
 
 def _allowed_only(logits: jax.Array, words: jax.Array, collectives: Collectives) -> jax.Array:

@@ -35,7 +35,8 @@ class SamplingState(NamedTuple):
     max_len: int32 [S + 1]; total length in tokens at which the sequence stops.
     uses_extras: bool [S + 1]; whether the slot's row of `FullSamplingState` is its own. Otherwise that row is stale
         and is ignored, so a request that asks for no extras need not write one.
-    uses_mask: bool [S + 1]; whether the slot's row of the masks (`init_masks`) is its own.
+    uses_mask: bool [S + 1]; whether the slot's row of the masks (`init_masks`) is its own. Not where a table says what
+        the slot may sample (`tables.py`).
     stop_token_ids: int32 [S + 1, MAX_STOP_TOKEN_IDS]; padded with NO_TOKEN.
     """
 

@@ -14,7 +14,7 @@ from typing import Self
 
 from jaxtyping import Array, Int, UInt
 
-from jpaged.engine.interface import NO_TOKEN
+from jpaged.engine.interface import NO_PLACE, NO_TOKEN
 from jpaged.executor.sampling import records as sampling_records
 from jpaged.executor.sampling import state as sampling_state
 from jpaged.executor.step.bodies import table_updates
@@ -33,7 +33,7 @@ class Update(SingleProgram):
     """Applies ends, then starts, then block-table entries."""
 
     kind = "update"
-    writes = ("state", "sampling")
+    writes = ("state", "sampling", "places")
 
     @classmethod
     def first(cls, setup: Setup) -> Self:
@@ -46,18 +46,26 @@ class Update(SingleProgram):
             slots=Field((STARTS_PER_UPDATE,), null),
             num_computed_tokens=Field((STARTS_PER_UPDATE,), 0),
             records=Field((STARTS_PER_UPDATE, sampling_records.CORE_RECORD_WORDS), 0),
+            places=Field((STARTS_PER_UPDATE,), NO_PLACE),
             table_updates=table_updates(TABLE_UPDATES_PER_UPDATE, setup),
         )
 
     def body(
-        self, setup: Setup, *, state: SlotState, sampling: sampling_state.SamplingState, packed: Int[Array, " n"]
+        self,
+        setup: Setup,
+        *,
+        state: SlotState,
+        sampling: sampling_state.SamplingState,
+        places: Int[Array, " slots"],
+        packed: Int[Array, " n"],
     ) -> tuple[dict[str, object], None]:
         host = self.layout(setup).unpack(packed)
         state = end_slots(state, host["ends"])
         state = start_slots(state, host["slots"], host["num_computed_tokens"], setup.config.null_slot)
         state = state._replace(block_tables=append_blocks(state.block_tables, host["table_updates"]))
         sampling = sampling_state.start_slots(sampling, host["slots"], host["records"])
-        return {"state": state, "sampling": sampling}, None
+        places = places.at[host["slots"]].set(host["places"])  # padding: NO_PLACE to the null slot
+        return {"state": state, "sampling": sampling, "places": places}, None
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from jpaged.executor.buckets import bucket_for
 from jpaged.executor.sampling import sampler
 from jpaged.executor.sampling import state as sampling_state
 from jpaged.executor.sampling.logprobs import DeviceScores, TokenLogprobs, log_sums_of, logprobs_of, target_scores
+from jpaged.executor.sampling.tables import GrammarTables, masks_at, next_places
 from jpaged.executor.step.bodies import Rows
 from jpaged.executor.step.masks import MaskRoom, take_masks
 from jpaged.executor.step.packing import Field, PackedLayout
@@ -110,11 +111,17 @@ class Sample(StepProgram):
         return cls(setup.config.decode_buckets[-1], SamplingVariant.FULL)
 
     def reads_also(self, setup: Setup) -> tuple[str, ...]:
-        return ("masks",) if self.variant == SamplingVariant.FULL else ()
+        masks = ("masks",) if self.variant == SamplingVariant.FULL else ()
+        return (*masks, "tables") if self.is_constrained else ()
 
     def updates(self, setup: Setup) -> tuple[str, ...]:
         more = {SamplingVariant.FULL: ("full",), SamplingVariant.MASKED: ("masks",)}
-        return ("state", *more.get(self.variant, ()))
+        return ("state", *more.get(self.variant, ()), *(("places",) if self.is_constrained else ()))
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether it heeds constraints."""
+        return self.variant in (SamplingVariant.TABLE, SamplingVariant.MASKED, SamplingVariant.FULL)
 
     def mask_room(self, setup: Setup) -> MaskRoom | None:
         """How many masks the masked variant is sent; None for the others."""
@@ -152,6 +159,8 @@ class Sample(StepProgram):
         rows: Rows,
         masks: Array | None = None,
         full: sampling_state.FullSamplingState | None = None,
+        tables: GrammarTables | None = None,
+        places: Int[Array, " slots"] | None = None,
         packed: Int[Array, " n"] | None = None,
     ) -> tuple[dict[str, object], SampleResult]:
         """earlier: tokens and codes of an earlier step, which those of this one are written over."""
@@ -178,6 +187,7 @@ class Sample(StepProgram):
             backend=setup.config.optional_backend,
             logprobs_mode=setup.config.logprobs_mode,
             live=live,
+            allowed=None if tables is None or places is None else masks_at(tables, places[slots]),
         )
         valid = rows.samples & rows.active
 
@@ -195,6 +205,8 @@ class Sample(StepProgram):
         updated: dict[str, object] = {"state": state}
         if layout is not None:
             updated["masks"] = masks
+        if tables is not None and places is not None:
+            updated["places"] = places.at[written].set(next_places(tables, places[slots], sampled.token_ids))
         if full is not None:
             updated["full"] = sampling_state.add_sampled_tokens(full, written, sampled.token_ids, collectives)
         tokens_and_codes = jnp.stack([tokens, codes.astype(jnp.int32)])

@@ -5,6 +5,7 @@
     pools     keys and values (`cache/paged.py`)             state     slots, with their block tables (`state.py`)
     sampling  sampling parameters by slot                    full      penalties, masks and counts by slot; there when
     masks     what constrained slots may sample              recurrent states of sequences (`cache/states.py`), if any
+    tables    of constraints (`sampling/tables.py`)          places    where slots stand in these
     exchange  of the one-shot all-reduce; there only where             some request asks for them
               some body sums by it                           expert_tokens  (`expert_load.py`); only if asked for
 
@@ -22,6 +23,7 @@ from jpaged.executor.cache.paged import Pools
 from jpaged.executor.cache.states import SlotArrays, States
 from jpaged.executor.mesh import EXCHANGE, TOKEN_COUNTS, WHOLE, DeviceMesh, Specs
 from jpaged.executor.sampling import state as sampling_state
+from jpaged.executor.sampling.tables import init_places, init_tables
 from jpaged.executor.step.expert_load import counts_shape
 from jpaged.executor.step.program import Setup
 from jpaged.executor.step.state import initial_slot_state
@@ -71,6 +73,8 @@ def held_shapes(setup: Setup, mesh: DeviceMesh) -> dict[str, HeldShapes]:
         "masks": HeldShapes(
             jax.eval_shape(lambda: sampling_state.init_masks(config.max_num_seqs, model.vocab_size)), WHOLE
         ),
+        "tables": HeldShapes(jax.eval_shape(lambda: init_tables(model.vocab_size)), WHOLE),
+        "places": HeldShapes(jax.eval_shape(lambda: init_places(config.max_num_seqs)), WHOLE),
         "full": HeldShapes(full._replace(token_counts=mesh.split(full.token_counts, TOKEN_COUNTS)), full_spec),
     }
     if setup.states:
@@ -101,6 +105,8 @@ def initial_held(setup: Setup, mesh: DeviceMesh, weights: Sequence[jax.Array], p
         "state": mesh.whole(initial_slot_state(setup.cache)),
         "sampling": mesh.whole(sampling_state.init_state(setup.config.max_num_seqs)),
         "masks": mesh.whole(sampling_state.init_masks(setup.config.max_num_seqs, setup.model.vocab_size)),
+        "tables": mesh.whole(init_tables(setup.model.vocab_size)),
+        "places": mesh.whole(init_places(setup.config.max_num_seqs)),
     }
     if setup.states:
         held["recurrent"] = empty_states(setup, mesh)

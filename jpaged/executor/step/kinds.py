@@ -1,6 +1,6 @@
 """Every kind of program that a step may need."""
 
-from jpaged.executor.step import blocks, bodies, changes, copy_states, expert_load, heads, one_call
+from jpaged.executor.step import blocks, bodies, changes, copy_states, expert_load, heads, one_call, tables
 from jpaged.executor.step.program import Setup, StepProgram
 
 KINDS: tuple[type[StepProgram], ...] = (
@@ -8,6 +8,7 @@ KINDS: tuple[type[StepProgram], ...] = (
     *heads.KINDS,
     *one_call.KINDS,
     *changes.KINDS,
+    *tables.KINDS,
     *blocks.KINDS,
     *copy_states.KINDS,
     *expert_load.KINDS,

@@ -1,6 +1,6 @@
 """What a plan changes before its step: slots that end and start, beams, swaps and copies of blocks.
 
-[gather] --> [update] --> [copy_states[N]] --> [move_beams[N]] --> [scatter] --> [copy_blocks[N]]
+[load_table] --> [gather] --> [update] --> [copy_states[N]] --> [move_beams[N]] --> [scatter] --> [copy_blocks[N]]
 
 Masks go to the device with the step's sampling; `set_masks[W]` runs before it for those that do not fit.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jpaged.engine.interface import NULL_BLOCK, HostCopy, SlotStart, StepPlan
+from jpaged.engine.interface import NO_PLACE, NULL_BLOCK, HostCopy, SlotStart, StepPlan, TableLoad
 from jpaged.executor.buckets import bucket_for
 from jpaged.executor.cache.host_chunks import HostChunks
 from jpaged.executor.sampling import records as sampling_records
@@ -28,8 +28,10 @@ from jpaged.executor.step.changes import (
 )
 from jpaged.executor.step.copy_states import CopyStates
 from jpaged.executor.step.program import Setup
+from jpaged.executor.step.tables import PART, LoadClasses, LoadTable
 
 _UPDATE, _INIT_FULL, _START_FULL, _KNOWN_TOKENS = Update(), InitFull(), StartFull(), KnownTokens()
+_LOAD_TABLE, _LOAD_CLASSES = LoadTable(), LoadClasses()
 _GATHER, _SCATTER = GatherBlocks(), ScatterBlocks()
 
 
@@ -43,6 +45,9 @@ class PlanChanges:
 
     def dispatch(self, plan: StepPlan) -> None:
         """Everything that `plan` changes before its step, but for what is sent with the step's own programs."""
+        for start in plan.starts:
+            if start.table is not None:
+                self._load_table(start.table)
         for out in plan.swap_outs:
             self._swap_out(out)
         if len(plan.ends) or plan.starts:
@@ -106,9 +111,25 @@ class PlanChanges:
                 stop_token_ids=start.stop_token_ids,
                 prompt_len=start.prompt_len,
                 max_len=start.max_len,
+                has_table=start.place != NO_PLACE,
             )
+            host["places"][i] = start.place
         host["table_updates"][: len(entries)] = entries
         self._run(_UPDATE, packed=buffer)
+
+    def _load_table(self, table: TableLoad) -> None:
+        """Writes the table of a constraint."""
+        buffer, host = self._packed(_LOAD_CLASSES)
+        host["table"][...], host["first_place"][...], host["classes"][...] = (
+            table.number,
+            table.first_place,
+            table.classes,
+        )
+        self._run(_LOAD_CLASSES, packed=buffer)
+        for part in range(PART.num_parts(table)):
+            buffer, host = self._packed(_LOAD_TABLE)
+            PART.fill(host, table, part)
+            self._run(_LOAD_TABLE, packed=buffer)
 
     def _start_full(self, start: SlotStart) -> None:
         """Writes the slot's row of the full sampling state, if the request asks for something kept there."""

@@ -14,7 +14,7 @@ from jpaged.executor.sampling import state as sampling_state
 VOCAB = 40
 SLOTS = 40
 DRAWS = 20_000
-GREEDY, SAMPLING, TRUNCATED, MASKED, FULL, BEAM = SamplingVariant
+GREEDY, SAMPLING, TRUNCATED, TABLE, MASKED, FULL, BEAM = SamplingVariant
 
 OPTIMISED = {"xla_backend_optimization_level": 3}
 """For what runs longer than it compiles, as few of the tests' programs do (tests/conftest.py)."""
@@ -64,6 +64,8 @@ class Slots:
         num_rows, vocab = np.shape(logits)
         padded = 64 if num_rows <= 64 else max(num_rows, DRAWS) if vocab <= VOCAB else num_rows
         pad = (0, padded - num_rows)
+        if variant == TABLE:
+            options.setdefault("allowed", np.full((padded, self.masks.shape[1]), 0xFFFFFFFF, np.uint32))
         output = sample(
             np.pad(np.asarray(logits, np.float32), (pad, (0, self.vocab - vocab)), constant_values=-np.inf),
             np.pad(np.asarray(slots, np.int32), pad, constant_values=self.null),

@@ -23,6 +23,7 @@ from tests.executor.sampling.helpers import (
     MASKED,
     SAMPLING,
     SLOTS,
+    TABLE,
     TRUNCATED,
     VOCAB,
     Slots,
@@ -201,8 +202,10 @@ def test_no_variant_sorts_branches_or_loops_over_the_vocabulary(variant):
     full = jax.eval_shape(partial(sampling_state.init_full_state, slots, vocab))
     masks = jax.eval_shape(partial(sampling_state.init_masks, slots, vocab))
     rows = jax.ShapeDtypeStruct((4,), np.int32)
-    jaxpr = jax.make_jaxpr(partial(sampler.sample, variant=variant, num_logprobs=5))(
-        jax.ShapeDtypeStruct((4, vocab), np.float32), rows, rows, state, full, masks
+    draw = partial(sampler.sample, variant=variant, num_logprobs=5)
+    allowed = {"allowed": jax.ShapeDtypeStruct((4, masks.shape[1]), np.uint32)} if variant == TABLE else {}
+    jaxpr = jax.make_jaxpr(draw)(
+        jax.ShapeDtypeStruct((4, vocab), np.float32), rows, rows, state, full, masks, **allowed
     )
     equations = [eqn for inner in _jaxprs(jaxpr.jaxpr) for eqn in inner.eqns]
     assert not {"cond", "while", "scan"} & {eqn.primitive.name for eqn in equations}

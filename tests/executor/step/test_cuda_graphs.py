@@ -35,7 +35,8 @@ def test_every_program_of_a_step_is_one_cuda_graph_on_an_h200(tmp_path):
         assert over_two["parts"]["kAllGather"] == 1
     assert over_two["alias"] == over_two["held"]
     assert programs.keys() == bodies | heads | whole
-    assert len(heads) == 5  # greedy, truncated (which draws for untruncated requests too), masked, full, beams
+    # Greedy, truncated (which draws for untruncated requests too), by tables, masked, full, beams.
+    assert len(heads) == 6
     for name, program in programs.items():
         assert program["parts"] == {"kCommandBuffer": 1}, name
         # Of three layers: two norms, QKV, RoPE and write, attention, output, gate-up and down each.

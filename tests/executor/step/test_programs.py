@@ -14,7 +14,16 @@ import pytest
 from jpaged.api.errors import InvalidParameterError
 from jpaged.api.sampling_params import SamplingParams
 from jpaged.api.structured_outputs import StructuredOutputsParams
-from jpaged.engine.interface import NO_TOKEN, Chunk, FinishCode, HostCopy, SamplingVariant, SlotStart, StepPlan
+from jpaged.engine.interface import (
+    NO_TOKEN,
+    Chunk,
+    FinishCode,
+    HostCopy,
+    SamplingVariant,
+    SlotStart,
+    StepPlan,
+    TableLoad,
+)
 from jpaged.executor.buckets import bucket_for, doublings, fine_buckets, geometric_buckets
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.mesh import DeviceMesh
@@ -242,6 +251,41 @@ def test_a_slot_whose_guess_was_refused_samples_again_as_if_it_had_had_its_mask(
     assert (again, codes) == ([expected[0]], [FinishCode.RUNNING])
     then = run(runner, 2, [], [0], [0, 1])
     assert then == run(expected_runner, 1, [], [0], [0, 1])
+
+
+def test_a_slot_that_follows_a_table_samples_what_its_masks_would_have_led_to(setup, weights, programs):
+    """The slot beside it has no constraint; a later tenant of the slot has none either."""
+    prompts = [np.arange(3, 9, dtype=np.int32), np.arange(20, 25, dtype=np.int32)]
+    sampling = replace(GREEDY, structured_outputs=StructuredOutputsParams(regex="unused"))
+    rng, words, both = np.random.default_rng(4), -(-VOCAB_SIZE // 32), np.arange(2, dtype=np.int32)
+    masks = rng.integers(0, 2**32, (3, words), np.uint32) & rng.integers(0, 2**32, (3, words), np.uint32)
+    masks[:, -1] &= np.uint32((1 << (VOCAB_SIZE - 1) % 32 + 1) - 1)
+    classes, first = rng.integers(0, 2, VOCAB_SIZE).astype(np.int32), 100
+    entries = np.array([[1, 2], [2, 0], [0, 1]], np.int32)
+    table = TableLoad(3, first, 7, 40, classes, np.array([7, 8, 9], np.int32), masks, entries.astype(np.int16))
+
+    def run(variant, starts, step, **fields):
+        fields |= {"chunks": tuple(Chunk(s.slot, 0, s.token_ids, samples=True) for s in starts), "starts": starts}
+        return runner.execute(StepPlan(step, variant, **fields)).result().token_ids[:, 0].tolist()
+
+    def start(slot, **fields):
+        return start_of(slot, prompts[slot], [4 * slot + 1, 4 * slot + 2, 4 * slot + 3], **fields)
+
+    runner, expected, state = runner_without_tokens(setup, weights, programs), [], 1
+    for step in range(4):
+        own = {"mask_slots": both[:1], "masks": (masks[state],)}
+        own |= {"mask_tokens": np.full(1, NO_TOKEN, np.int32), "mask_backs": np.zeros(1, np.int32)}
+        starts = () if step else (start(0, sampling=sampling), start(1))
+        expected.append(run(SamplingVariant.MASKED, starts, step, decode_slots=both if step else both[:0], **own))
+        state = entries[state, classes[expected[-1][0]]]
+    for variant in (SamplingVariant.TABLE, SamplingVariant.MASKED, SamplingVariant.FULL):
+        runner = runner_without_tokens(setup, weights, programs)
+        starts = start(0, sampling=sampling, place=first + 1, table=table), start(1)
+        found = [run(variant, starts, 0)]
+        found += [run(variant, (), step, decode_slots=both) for step in range(1, 4)]
+        assert found == expected
+    again = run(SamplingVariant.TABLE, (start(0),), 4, ends=both[:1])
+    assert again == greedy(setup.model, weights, prompts[0], 1)
 
 
 def test_what_is_computed_behind_a_step_is_sampled_by_the_next_or_taken_back(setup, weights, programs):

@@ -1,0 +1,97 @@
+"""Constraints that the device follows by itself: where their tables lie there, and who uses them.
+
+A sequence whose constraint is a finite automaton over tokens needs nothing of the host between two tokens. Its row is
+an ordinary one: the device looks up what may follow at the slot's place, and the place that the sampled token leads to
+(`SlotStart.place`). The host follows only what it knows, to say where a sequence starts again after a preemption.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jpaged.engine.constraints.following import Table
+from jpaged.engine.interface import NO_PLACE, TableLoad, TableRoom
+
+
+@dataclass(eq=False)
+class PlacedTable:
+    """A table that has a place on the device; as `sequences.request.Table`.
+
+    spans: where its number, places, masks and entries lie, each first and behind the last. num_requests: that use it.
+    """
+
+    table: Table
+    spans: tuple[tuple[int, int], ...]
+    load: TableLoad | None
+    num_requests: int = 0
+
+    def place_after(self, token_ids: np.ndarray | Sequence[int]) -> int:
+        """Where a sequence stands after these tokens of its answer."""
+        state = self.table.follow(self.table.start, np.asarray(token_ids).tolist())
+        return NO_PLACE if state < 0 else self.spans[1][0] + state
+
+    def take_load(self) -> TableLoad | None:
+        """What the device is to be told of it; once."""
+        load, self.load = self.load, None
+        return load
+
+    def release(self) -> None:
+        """A request that used it has ended."""
+        self.num_requests -= 1
+
+
+class Tables:
+    """Gives tables their places. Those that nobody uses stay until others need the room."""
+
+    def __init__(self, room: TableRoom) -> None:
+        # Place 0 and mask 0 are those of rows without a table.
+        self._rooms = ((0, room.tables), (NO_PLACE + 1, room.states), (1, room.masks), (0, room.entries))
+        self._placed: OrderedDict[int, PlacedTable] = OrderedDict()  # by id; used last at the end
+
+    def place(self, table: Table) -> PlacedTable | None:
+        """A table's place, for one more request; None if others that are in use leave no room for it."""
+        placed = self._placed.get(id(table))
+        if placed is None:
+            spans = self._spans(table)
+            if spans is None:
+                return None
+            number, place, mask, entry = (first for first, _ in spans)
+            mask_of = (table.mask_of + mask).astype(np.int32)
+            entries = table.next.astype(np.int16)
+            load = TableLoad(number, place, mask, entry, table.classes, mask_of, table.masks, entries)
+            placed = PlacedTable(table, spans, load)
+            self._placed[id(table)] = placed
+        self._placed.move_to_end(id(table))
+        placed.num_requests += 1
+        return placed
+
+    def _spans(self, table: Table) -> tuple[tuple[int, int], ...] | None:
+        """Free room for a table, for which others that nobody uses go, those that were used longest ago first."""
+        sizes = 1, len(table.mask_of), len(table.masks), table.next.size
+        if any(size > end - begin for size, (begin, end) in zip(sizes, self._rooms, strict=True)):
+            return None
+        while True:
+            taken = [placed.spans for placed in self._placed.values()]
+            spans = [
+                _first_fit(size, room, sorted(spans[i] for spans in taken))
+                for i, (size, room) in enumerate(zip(sizes, self._rooms, strict=True))
+            ]
+            found = tuple(span for span in spans if span is not None)
+            if len(found) == len(spans):
+                return found
+            unused = next((key for key, placed in self._placed.items() if not placed.num_requests), None)
+            if unused is None:
+                return None
+            del self._placed[unused]
+
+
+def _first_fit(size: int, room: tuple[int, int], taken: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+    """The first gap of a size between spans, which are in order; None if there is none."""
+    begin, last = room
+    for first, end in (*taken, (last, last)):
+        if first - begin >= size:
+            return begin, begin + size
+        begin = end
+    return None

@@ -1,0 +1,125 @@
+"""The programs that bring the tables of constraints to the device (`sampling/tables.py`).
+
+load_table         writes a part of a table: some of its masks, places and entries
+load_classes       writes where a table begins, and which class each token is of
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int
+
+from jpaged.engine.interface import TABLE_ROOM, TableLoad
+from jpaged.executor.sampling.records import mask_words
+from jpaged.executor.sampling.tables import GrammarTables
+from jpaged.executor.step.packing import Field, PackedLayout
+from jpaged.executor.step.program import Setup, SingleProgram
+
+
+class TablePart(NamedTuple):
+    """How much of a table a call of `load_table` writes."""
+
+    masks: int = 16
+    places: int = 1024
+    entries: int = 1 << 16
+
+    def fields(self, vocab_size: int) -> dict[str, Field]:
+        """The fields of a packed layout. Each kind of numbers begins somewhere, and has so many."""
+        return {
+            "table": Field((), 0),
+            "firsts": Field((3,), 0),
+            "counts": Field((3,), 0),
+            "mask_of": Field((self.places,), None),
+            "first_entry": Field((self.places,), None),
+            "entries": Field((self.entries,), None),
+            "masks": Field((self.masks, mask_words(vocab_size)), None),
+        }
+
+    def num_parts(self, load: TableLoad) -> int:
+        """How many of them a table takes."""
+        sizes = (len(load.masks), self.masks), (len(load.mask_of), self.places), (load.entries.size, self.entries)
+        return max(-(-size // most) for size, most in sizes)
+
+    def fill(self, host: Mapping[str, np.ndarray], load: TableLoad, part: int) -> None:
+        """Writes one of a table's parts into views of a new buffer's fields."""
+        places, classes = load.entries.shape
+        rows = load.first_entry + classes * np.arange(places, dtype=np.int32)
+        host["table"][...] = load.number
+        values = (
+            ("masks", load.masks.view(np.int32), load.first_mask, self.masks),
+            ("mask_of", load.mask_of, load.first_place, self.places),
+            ("entries", load.entries.reshape(-1), load.first_entry, self.entries),
+        )
+        for i, (name, array, first, most) in enumerate(values):
+            some = array[part * most : (part + 1) * most]
+            host["firsts"][i], host["counts"][i] = first + part * most, len(some)
+            host[name][: len(some)] = some
+        of_part = rows[part * self.places : (part + 1) * self.places]
+        host["first_entry"][: len(of_part)] = of_part
+
+
+def write_part(tables: GrammarTables, host: Mapping[str, Array]) -> GrammarTables:
+    """Writes a part of a table. host: the fields of a `TablePart`, unpacked."""
+    masks = lax.bitcast_convert_type(host["masks"], jnp.uint32)
+    of_masks, of_places, of_entries = (
+        _where(host["firsts"][i], host["counts"][i], len(values), len(kept))
+        for i, (values, kept) in enumerate(
+            ((masks, tables.masks), (host["mask_of"], tables.mask_of), (host["entries"], tables.entries))
+        )
+    )
+    table_of = jnp.broadcast_to(host["table"], host["mask_of"].shape)
+    return tables._replace(
+        masks=tables.masks.at[of_masks].set(masks, mode="drop"),
+        mask_of=tables.mask_of.at[of_places].set(host["mask_of"], mode="drop"),
+        table_of=tables.table_of.at[of_places].set(table_of, mode="drop"),
+        first_entry=tables.first_entry.at[of_places].set(host["first_entry"], mode="drop"),
+        entries=tables.entries.at[of_entries].set(host["entries"].astype(jnp.int16), mode="drop"),
+    )
+
+
+def _where(first: Array, count: Array, most: int, end: int) -> Array:
+    """The indices of so many values from `first` on, int32 [most]; `end` behind them, which is dropped."""
+    each = jnp.arange(most, dtype=jnp.int32)
+    return jnp.where(each < count, first + each, end)
+
+
+PART = TablePart()
+
+
+@dataclass(frozen=True)
+class LoadTable(SingleProgram):
+    """Writes a part of a table."""
+
+    kind = "load_table"
+    writes = ("tables",)
+
+    def layout(self, setup: Setup) -> PackedLayout:
+        return PackedLayout(**PART.fields(setup.model.vocab_size))
+
+    def body(self, setup: Setup, *, tables: GrammarTables, packed: Int[Array, " n"]) -> tuple[dict[str, object], None]:
+        return {"tables": write_part(tables, self.layout(setup).unpack(packed))}, None
+
+
+@dataclass(frozen=True)
+class LoadClasses(SingleProgram):
+    """Writes where a table begins, and the classes of its tokens; padding writes nothing."""
+
+    kind = "load_classes"
+    writes = ("tables",)
+
+    def layout(self, setup: Setup) -> PackedLayout:
+        fields = {"table": Field((), TABLE_ROOM.tables), "first_place": Field((), 0)}
+        return PackedLayout(**fields, classes=Field((setup.model.vocab_size,), 0))
+
+    def body(self, setup: Setup, *, tables: GrammarTables, packed: Int[Array, " n"]) -> tuple[dict[str, object], None]:
+        host = self.layout(setup).unpack(packed)
+        first_place = tables.first_place.at[host["table"]].set(host["first_place"], mode="drop")
+        classes = tables.classes.at[host["table"]].set(host["classes"], mode="drop")
+        return {"tables": tables._replace(first_place=first_place, classes=classes)}, None
+
+
+KINDS = (LoadTable, LoadClasses)

@@ -1,0 +1,168 @@
+"""Constraints that the device follows by itself: rows that wait for nothing, and where their tables lie."""
+
+from concurrent.futures import Future
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from jpaged.api.structured_outputs import StructuredOutputsParams
+from jpaged.engine.constraints.grammars import ConstrainedRows
+from jpaged.engine.constraints.searches import Searches
+from jpaged.engine.constraints.tables import Tables
+from jpaged.engine.interface import TABLE_ROOM, SamplingVariant, TableRoom
+from tests.engine.fake_executor import VOCAB_SIZE, allowed_token, fingerprint, next_token
+from tests.engine.helpers import Engine, make_request
+from tests.engine.helpers import assert_complete as assert_ordinary
+from tests.engine.test_constrained_rows import MadeUpGrammar, MadeUpGrammars, assert_constrained
+
+
+class Table:
+    """Each class of tokens may follow or not, and leads somewhere; one at least may. Others hold their places."""
+
+    def __init__(self, seed: int, states: int, classes: int = 5) -> None:
+        rng = np.random.default_rng(seed)
+        self.classes = rng.integers(0, classes, VOCAB_SIZE).astype(np.int32)
+        may_follow = rng.random((states, classes)) < 0.6
+        may_follow[np.arange(states), self.classes[rng.integers(0, VOCAB_SIZE, states)]] = True
+        self.next = np.where(may_follow, rng.integers(0, states, (states, classes)), -1).astype(np.int32)
+        bits = np.zeros((states, 32 * -(-VOCAB_SIZE // 32)), np.bool_)
+        bits[:, :VOCAB_SIZE] = may_follow[:, self.classes]
+        masks = np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
+        self.masks, mask_of = np.unique(masks, axis=0, return_inverse=True)
+        self.mask_of, self.start = mask_of.astype(np.int32), int(rng.integers(0, states))
+
+    def follow(self, state: int, token_ids) -> int:
+        for token in token_ids:
+            state = int(self.next[state, self.classes[token]])
+            if state < 0:
+                break
+        return state
+
+    def tokens_of(self, request) -> list[int]:
+        """What a request must generate under it."""
+        last, state, output = 0, self.start, []
+        for token in request.prompt_token_ids.tolist():
+            last = fingerprint(last, token)
+        while request.prompt_len + len(output) < request.max_len:
+            token = next_token(last, request.seed, request.prompt_len + len(output))
+            output.append(allowed_token(token, self.masks[self.mask_of[state]]))
+            state, last = self.follow(state, output[-1:]), fingerprint(last, output[-1])
+        return output
+
+
+class Grammars(MadeUpGrammars):
+    """By regex: "table N" has the N-th table; others are followed by the host."""
+
+    def __init__(self, num_tables: int = 1) -> None:
+        super().__init__()
+        self.tables = [Table(number, 7 + number) for number in range(num_tables)]
+
+    def compile(self, params):
+        kind, *number = params.regex.split()
+        future: Future = Future()
+        grammar = MadeUpGrammar()
+        grammar.table = self.tables[int(number[0])] if kind == "table" else None
+        future.set_result(grammar)
+        return future
+
+
+def engine_of(grammars: Grammars, **changes) -> Engine:
+    kinds = (Searches, partial(ConstrainedRows, grammars=grammars))
+    return Engine(kinds=kinds, **({"num_blocks": 256, "max_model_len": 128, "max_num_batched_tokens": 160} | changes))
+
+
+def tabled(number: int, name: str, prompt: int, max_tokens: int = 30, **sampling):
+    constraint = StructuredOutputsParams(regex=f"table {number}")
+    return make_request(name, prompt, max_tokens, structured_outputs=constraint, **sampling)
+
+
+def test_rows_with_tables_wait_for_no_result_among_others_and_after_preemptions():
+    grammars = Grammars(3)
+    engine = engine_of(grammars, pipeline_depth=2)
+    requests = [tabled(i % 3, f"tabled {i}", 3 + i, 20 + i, n=1 + i % 2) for i in range(4)]
+    followed = make_request("followed", 5, 15, structured_outputs=StructuredOutputsParams(regex="host"))
+    ordinary = make_request("ordinary", 4, 25)
+    engine.add(*requests)
+    for _ in range(6):
+        engine.step()
+    assert engine.core.scheduler.num_in_flight == 2
+    assert {plan.variant for plan in engine.plans} == {SamplingVariant.TABLE}
+    assert [start.table.number for plan in engine.plans for start in plan.starts if start.table] == [0, 1, 2]
+    engine.preempt(requests[1], "recompute")
+    engine.preempt(requests[2], "recompute")
+    engine.add(followed, ordinary)
+    engine.run(20_000)
+    for i, request in enumerate(requests):
+        for member in request.group.members:
+            assert member.output_token_ids == grammars.tables[i % 3].tokens_of(member)
+    assert_constrained(followed)
+    assert_ordinary(ordinary)
+    assert sum(start.table is not None for plan in engine.plans for start in plan.starts) == 3
+    assert engine.core.stats().num_tabled == 4
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("options", [{"ignore_eos": True}, {"min_tokens": 4}])
+def test_ends_that_must_be_late_are_left_to_the_host(options):
+    engine = engine_of(Grammars())
+    engine.add(request := tabled(0, "late", 3, 12, **options))
+    engine.run(20_000)
+    assert request.table is None
+    assert_constrained(request)
+
+
+def test_a_request_that_goes_on_from_tokens_that_its_table_does_not_allow_is_left_to_the_host():
+    grammars = Grammars()
+    table = grammars.tables[0]
+    engine = engine_of(grammars)
+    before = tabled(0, "before", 3, 9)
+    engine.add(before)
+    engine.run(20_000)
+    again, other = tabled(0, "again", 3, 9), tabled(0, "other", 3, 9)
+    wrong = next(t for t in range(VOCAB_SIZE) if table.follow(table.start, [t]) < 0)
+    engine.core.scheduler.add(again, [before.output_token_ids[:4]])
+    engine.core.scheduler.add(other, [[wrong]])
+    assert again.table is not None
+    assert other.table is None
+
+
+def test_tables_in_use_never_overlap_and_others_make_room():
+    rng = np.random.default_rng()
+    room = TableRoom(tables=5, states=60, masks=30, entries=260)
+    tables = Tables(room)
+    known = [Table(int(rng.integers(1 << 30)), int(rng.integers(3, 20))) for _ in range(12)]
+    in_use: list = []
+    refused = 0
+    for _ in range(400):
+        if in_use and rng.random() < 0.5:
+            in_use.pop(int(rng.integers(len(in_use)))).release()
+            continue
+        table = known[int(rng.integers(len(known)))]
+        placed = tables.place(table)
+        refused += placed is None
+        if placed is None:
+            assert in_use
+            continue
+        in_use.append(placed)
+        distinct = list({id(one): one for one in in_use}.values())
+        for i, (begin, end) in enumerate(((0, room.tables), (1, room.states), (1, room.masks), (0, room.entries))):
+            spans = sorted(one.spans[i] for one in distinct)
+            assert all(first[1] <= second[0] for first, second in pairwise(spans))
+            assert spans[0][0] >= begin
+            assert spans[-1][1] <= end
+    assert refused
+    assert Tables(TableRoom(1, 3, 100, 1000)).place(Table(0, 9)) is None
+
+
+def test_a_table_is_sent_once_with_the_numbers_that_it_has_on_the_device():
+    tables = Tables(TABLE_ROOM)
+    first, second = (tables.place(Table(seed, 9)) for seed in (1, 2))
+    load = second.take_load()
+    assert (second.take_load(), first.take_load() is None) == (None, False)
+    table = second.table
+    np.testing.assert_array_equal(load.masks[load.mask_of - load.first_mask], table.masks[table.mask_of])
+    np.testing.assert_array_equal(load.entries, table.next)
+    assert second.place_after([]) == load.first_place + table.start
+    assert first.spans[1][1] <= load.first_place
