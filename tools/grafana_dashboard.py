@@ -165,10 +165,15 @@ PANELS: list[tuple[str, list[tuple[str, str, str, Targets]]]] = [  # rows of (ti
             ),
             ("Tokens a step", "short", "Of prompts computed, and new ones.", [mean("iteration_tokens_total")]),
             (
-                "Guesses of constrained requests",
+                "Constrained requests",
                 "ops",
-                "Tokens sampled before their masks were made, a second, and those of them that the constraint allowed.",
-                [(rate("constrained_guesses_total"), "guesses"), (rate("constrained_guesses_kept_total"), "allowed")],
+                "Tokens sampled before their masks were made, a second, those of them that the constraint allowed, and "
+                "requests whose constraint the device follows by itself.",
+                [
+                    (rate("constrained_guesses_total"), "guesses"),
+                    (rate("constrained_guesses_kept_total"), "allowed"),
+                    (rate("constrained_requests_by_table_total"), "requests by table"),
+                ],
             ),
         ],
     ),

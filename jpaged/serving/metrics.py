@@ -43,6 +43,11 @@ _ENGINE_METRICS = {  # by field of EngineStats
         "counter",
         "Those of them that the constraint allowed.",
     ),
+    "num_tabled": (
+        "constrained_requests_by_table",
+        "counter",
+        "Constrained requests whose constraint the device follows by itself.",
+    ),
     "num_shared_prefix_steps": (
         "shared_prefix_steps",
         "counter",
