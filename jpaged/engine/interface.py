@@ -83,7 +83,7 @@ class TableRoom(NamedTuple):
     entries: int
 
 
-TABLE_ROOM = TableRoom(tables=32, states=3 << 13, masks=3 << 10, entries=3 << 22)
+TABLE_ROOM = TableRoom(tables=64, states=3 << 13, masks=3 << 10, entries=3 << 22)
 """103 MB with a vocabulary of 152,000 tokens: as much as three of the largest tables take."""
 NO_PLACE = 0
 """The place of a slot that follows no table: all tokens may come, and it stays there. It has mask 0."""

@@ -20,7 +20,7 @@ class GrammarTables(NamedTuple):
     """All tables on the device.
 
     masks: uint32 [masks, words]. mask_of, table_of, first_entry: int32 [places]; of each place its mask, its table, and
-    where its entries begin. first_place: int32 [tables]. classes: int32 [tables, V]. entries: int16 [entries]; as
+    where its entries begin. first_place: int32 [tables]. classes: int16 [tables, V]. entries: int16 [entries]; as
     `TableLoad.entries`.
     """
 
@@ -37,7 +37,7 @@ def init_tables(vocab_size: int, room: TableRoom = TABLE_ROOM) -> GrammarTables:
     """No table: of every place the mask is that of NO_PLACE, and so is what follows."""
     masks = jnp.full((room.masks, mask_words(vocab_size)), 0xFFFFFFFF, jnp.uint32)
     mask_of, table_of, first_entry = (jnp.zeros((room.states,), jnp.int32) for _ in range(3))  # donated one by one
-    of_tables = jnp.zeros((room.tables,), jnp.int32), jnp.zeros((room.tables, vocab_size), jnp.int32)
+    of_tables = jnp.zeros((room.tables,), jnp.int32), jnp.zeros((room.tables, vocab_size), jnp.int16)
     return GrammarTables(masks, mask_of, table_of, first_entry, *of_tables, jnp.zeros((room.entries,), jnp.int16))
 
 

@@ -118,7 +118,7 @@ class LoadClasses(SingleProgram):
     def body(self, setup: Setup, *, tables: GrammarTables, packed: Int[Array, " n"]) -> tuple[dict[str, object], None]:
         host = self.layout(setup).unpack(packed)
         first_place = tables.first_place.at[host["table"]].set(host["first_place"], mode="drop")
-        classes = tables.classes.at[host["table"]].set(host["classes"], mode="drop")
+        classes = tables.classes.at[host["table"]].set(host["classes"].astype(jnp.int16), mode="drop")
         return {"tables": tables._replace(first_place=first_place, classes=classes)}, None
 
 
