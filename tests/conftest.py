@@ -5,10 +5,8 @@ With `JPAGED_TESTS_SECONDS` tests that are not fast are skipped when the time is
 `--fast` leaves only the tests named in `FAST`, without those marked `long`, and fails those that compile a program.
 """
 
-import ctypes
 import gc
 import os
-import resource
 import signal
 import sys
 import tempfile
@@ -19,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.memory import give_back_if_large
 
 
 def _cheapest_code() -> str:
@@ -140,26 +140,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-_LARGE_BYTES = 2 << 30
-_trim_heap = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-
-
 @pytest.hookimpl(trylast=True)  # when fixtures are gone, too
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Between two files, a process that has grown large forgets the programs that JAX has kept, and gives their memory
-    back: by the end they were gigabytes in each worker.
-    """
-    if (nextitem is None or nextitem.path != item.path) and _resident_bytes() > _LARGE_BYTES:
-        if "jax" in sys.modules:
-            sys.modules["jax"].clear_caches()
-        gc.collect()
-        if _trim_heap is not None:
-            _trim_heap(0)
-
-
-def _resident_bytes() -> int:
-    statm = Path("/proc/self/statm")  # Linux
-    return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else 0
+    """Between two files, a process that has grown large gives memory back."""
+    if nextitem is None or nextitem.path != item.path:
+        give_back_if_large()
 
 
 @cache

@@ -11,6 +11,7 @@ import pytest
 from jpaged import EngineArgs, LLMEngine
 from jpaged.models import dense_causal_attend
 from tests.parallel.family_runs import ARGS, greedy_tokens
+from tests.support.quick_compilation import quick_compilation_of_module as quick_compilation_of_module
 from tests.tiny_models import tiny_model, write_tiny_model
 
 

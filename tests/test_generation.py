@@ -12,20 +12,21 @@ import pytest
 
 from jpaged import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from jpaged.executor.start.started import Startup
+from tests.support.quick_compilation import quick_compilation_of_module as quick_compilation_of_module
 from tests.tiny_models import TINY_ENGINE, VOCAB_SIZE, TinyModel, tiny_models, torch_model, write_tiny_model
 
 torch = pytest.importorskip("torch")
 
-NUM_REQUESTS = 16
+NUM_REQUESTS = 8
 NUM_TOKENS = 12
-FEW_BLOCKS = 60
-"""Blocks of 4 tokens in each cache group: the 16 requests of `mixed_prompts` need about 200."""
+FEW_BLOCKS = 24
+"""Blocks of 4 tokens in each cache group: the requests of `mixed_prompts` need about 80."""
 
 SIZES: dict[str, Any] = {
     "max_num_seqs": NUM_REQUESTS,
-    "max_num_batched_tokens": 64,
+    "max_num_batched_tokens": 32,
     "decode_buckets": (NUM_REQUESTS,),
-    "token_buckets": (64,),
+    "token_buckets": (32,),
 }
 ARGS = EngineArgs(**TINY_ENGINE | SIZES)
 

@@ -11,7 +11,7 @@ from tests.tiny_models import VOCAB_SIZE, tiny_model, write_tiny_model
 
 pytestmark = pytest.mark.xdist_group("pressure")  # one worker, which compiles once
 
-NUM_REQUESTS = 200
+NUM_REQUESTS = 80
 BLOCK_SIZE = 4
 LARGEST_BLOCKS = 23
 """What the largest beam search may need at once. How many blocks are in use at most depends on the device's pace."""
@@ -93,7 +93,7 @@ def case(tmp_path_factory) -> Case:
 
 
 @pytest.mark.parametrize(("mode", "host_prefix_cache"), [("auto", False), ("swap", True), ("recompute", True)])
-def test_hundreds_of_mixed_requests_in_a_tenth_of_the_blocks_they_would_use(case, mode, host_prefix_cache):
+def test_mixed_requests_in_a_tenth_of_the_blocks_they_would_use(case, mode, host_prefix_cache):
     few = max(case.peak_blocks // 10, LARGEST_BLOCKS)
     args = case.args | {"num_gpu_blocks_override": few + 1, "preemption_mode": mode, "watermark": 0.0}
     engine = LLMEngine(EngineArgs(**args, host_prefix_cache=host_prefix_cache), case.startup)
@@ -103,8 +103,8 @@ def test_hundreds_of_mixed_requests_in_a_tenth_of_the_blocks_they_would_use(case
     assert found == case.expected
     assert peak <= few
     swapped, computed_again = metrics.num_swap_preemptions, metrics.num_preemptions - metrics.num_swap_preemptions
-    assert (swapped > 50) == (mode != "recompute")
-    assert mode == "swap" or computed_again > 50
+    assert (swapped > 20) == (mode != "recompute")
+    assert mode == "swap" or computed_again > 20
     assert metrics.num_swapped_in == metrics.num_swapped_out
     assert (metrics.prefix_cache_host_hits > 0) == host_prefix_cache
     assert (metrics.num_used_blocks, metrics.num_used_swap_blocks, metrics.num_running) == (0, 0, 0)
@@ -114,10 +114,10 @@ def test_a_swap_space_that_is_full_makes_the_rest_compute_again(case):
     tiny = 3 * 16 * case.startup.memory.block / 2**30
     args = case.args | {"num_gpu_blocks_override": 40, "preemption_mode": "swap", "swap_space": tiny, "watermark": 0.0}
     engine = LLMEngine(EngineArgs(**args), case.startup)
-    found, _ = run(engine, 100)
+    found, _ = run(engine, 40)
     metrics = engine.get_metrics()
     assert found == {name: case.expected[name] for name in found}
-    assert len(found) == 100
+    assert len(found) == 40
     assert metrics.num_swap_blocks == 48
     assert 0 < metrics.num_swapped_out < metrics.num_preemptions * 40
     assert metrics.num_used_swap_blocks == 0

@@ -14,6 +14,7 @@ from jpaged.bench.kernel_cases.experts import Experts
 from jpaged.bench.routing import experts_touched
 from jpaged.models import Routing
 from jpaged.pallas_kernels.quantized_grouped_product.reference import dequantized
+from tests.support.quick_compilation import quick_compilation_of_module as quick_compilation_of_module
 
 
 def test_the_skew_is_that_of_the_experts_cases(monkeypatch):

@@ -28,10 +28,10 @@ OPTIONS = TINY_ENGINE | {
     "decode_buckets": (4,),
     "token_buckets": (32,),
 }
-PROMPTS = [[3, 4, 5], list(range(3, 52))]
+PROMPTS = [[3, 4, 5], list(range(3, 36))]
 PARAMS = {
-    "greedy": SamplingParams(temperature=0, max_tokens=10, ignore_eos=True),
-    "forked and sampled": SamplingParams(n=2, top_k=30, top_p=0.9, seed=5, max_tokens=6, ignore_eos=True),
+    "greedy": SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),
+    "forked and sampled": SamplingParams(n=2, top_k=30, top_p=0.9, seed=5, max_tokens=3, ignore_eos=True),
 }
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from jpaged import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from jpaged.executor.cache import paged
+from jpaged.executor.start.started import Startup
 from jpaged.models import latent
 from jpaged.models.loading import checkpoint, placing
 from tests.tiny_models import VOCAB_SIZE, tiny_model, write_tiny_model
@@ -45,22 +46,21 @@ UNSPLIT |= {
     "bamba",
     "nemotron3-nano-style",
 }
-"""Models that are split over devices as another of their family is, and run on one alone."""
-
-FOUR_ONLY = {"qwen3.5", "gemma3", "olmo3", "granite4-rope", "granite4-h-all-options", "command-r7b"}
-FOUR_ONLY |= {"falcon-40b-style", "falcon-rw-style", "pythia", "gptj", "bloom", "mpt"}
-FOUR_ONLY |= {"olmo2", "exaone4-32b-style", "granite", "granite4-h-micro", "lfm2-1.2b-style", "nemotron-h-8b-style"}
-FOUR_ONLY |= {"glm4", "command-r-plus", "stablelm-12b-style", "starcoder2", "smollm3", "hunyuan-a13b-style"}
-FOUR_ONLY |= {"gemma4-e4b-style", "gemma4-26b-a4b-style"}
-FOUR_ONLY |= {"trinity-style", "minimax-m2", "glm4.5-style", "ernie4.5-moe"}
-"""Models that are split over four devices and, without `ALL_DEGREES`, not over two: another of their family or of their
-blocks is, or two differ from four in nothing, since no key-value head is stored more than once."""
+"""Models that run on one device alone: another of their family has their blocks, and is split."""
 
 UNSPLIT_YET = {"codestral-mamba-style", "falcon-h1"}
 """Models that are split with `ALL_DEGREES` alone: another one has their blocks, and is split."""
 
+ONE_AND_FOUR = {"smollm3", "starcoder2", "gptj", "bloom", "ernie4.5-moe", "trinity-style", "olmo2", "lfm2-1.2b-style"}
+"""Models that run on one device and on four: those of their file that have no unsplit one beside them."""
+
+TWO = {"qwen3-next", "deepseek-v3", "falcon-7b-style", "gpt-oss-20b-style", "nemotron3-super-style"}
+"""Models that run on two devices, where no key-value head or group is stored twice; those of `SPARSE` on four, too,
+with whole experts on each. Another one with their blocks is split over four."""
+
 ALL_DEGREES = "JPAGED_TESTS_ALL_DEGREES"
-"""An environment variable; if it is not empty, every model that is split is split over two devices and over four."""
+"""An environment variable; if it is not empty, every model that is split runs on one device, on two and on four. Else
+most run on four alone: the unsplit ones, with the same blocks, run the same code on one."""
 
 EXPANDED = {"deepseek-v2-lite", "deepseek-v3"}
 """Models with latents whose programs for prompts make keys and values of heads, as larger programs do."""
@@ -96,11 +96,16 @@ ARGS = EngineArgs(
 
 
 def degrees(name: str) -> tuple[int, ...]:
-    """How many devices the model is split over."""
-    all_degrees = bool(os.environ.get(ALL_DEGREES))
-    if name in UNSPLIT or (name in UNSPLIT_YET and not all_degrees):
-        return ()
-    return (4,) if name in FOUR_ONLY and not all_degrees else (2, 4)
+    """How many devices the model runs on. By the first of these it takes every path, by the others the plain one."""
+    if name in UNSPLIT:
+        return (1,)
+    if os.environ.get(ALL_DEGREES):
+        return (1, 2, 4)
+    if name in UNSPLIT_YET:
+        return (1,)
+    if name in TWO:
+        return (2,)
+    return (1, 4) if name in ONE_AND_FOUR else (4,)
 
 
 def prompts() -> list[list[int]]:
@@ -108,55 +113,60 @@ def prompts() -> list[list[int]]:
     return [rng.integers(3, VOCAB_SIZE, length).tolist() for length in LENGTHS]
 
 
-def tokens_by_path(*names: str) -> dict[str, dict[str, Any]]:
-    """For each model the greedy tokens of the prompts by each path, what shows that the path was taken, and scores."""
-    with mock.patch.object(checkpoint, "MOST_BYTES", MOST_BYTES):
-        found = {}
-        for name in names:
-            least = ARGS.max_num_batched_tokens if name in EXPANDED else latent.EXPANDED_FROM
-            op = mock.patch.object(paged, "expanded_attention", wraps=paged.expanded_attention)
-            with mock.patch.object(latent, "EXPANDED_FROM", least), op as expanded:
-                found[name] = _tokens_by_path(name)
-            found[name]["expanded"] = expanded.called
-        return found
+def tokens_by_path(name: str) -> dict[str, Any]:
+    """The greedy tokens of the prompts by each path, what shows that the path was taken, and scores."""
+    least = ARGS.max_num_batched_tokens if name in EXPANDED else latent.EXPANDED_FROM
+    op = mock.patch.object(paged, "expanded_attention", wraps=paged.expanded_attention)
+    with (
+        mock.patch.object(checkpoint, "MOST_BYTES", MOST_BYTES),
+        mock.patch.object(latent, "EXPANDED_FROM", least),
+        op as expanded,
+    ):
+        return _tokens_by_path(name) | {"expanded": expanded.called}
 
 
 def _tokens_by_path(name: str) -> dict[str, Any]:
+    first, *others = degrees(name)
     with tempfile.TemporaryDirectory() as directory:
         write_tiny_model(tiny_model(name), directory, use_torch=False)
-        args = replace(ARGS, model=directory, expert_load=name in SPARSE)
-        engine = LLMEngine(args)
-        found: dict[str, Any] = {"chunked": greedy_tokens(engine)}  # 131 tokens of prompts in steps of 32
-        found["load"] = _load(engine)
-        found["prefix hits"] = greedy_tokens(engine)
-        found["hits"] = engine.get_metrics().prefix_cache_hits
-        found["preempted"] = []
-        for blocks in POOLS:
-            num_blocks = blocks * len(engine.startup.cache_groups)
-            few = LLMEngine(replace(args, num_gpu_blocks_override=num_blocks), engine.startup)
-            found["preempted"].append(greedy_tokens(few))
-            if preemptions := few.get_metrics().num_preemptions:
-                break
-        found["preemptions"] = preemptions
-        found["samples"] = _samples(LLMEngine(args, engine.startup))
-        found["scores"] = _scores(LLMEngine(args, engine.startup))
-        if name in HYBRID:
-            found["small chunks"] = greedy_tokens(LLMEngine(replace(args, max_num_batched_tokens=7), engine.startup))
-        for degree in degrees(name):
-            split = replace(args, tensor_parallel_size=degree)
-            # One model of each kind is put together by the programs that larger parameters take, on each device.
-            most = 0 if degree == 2 and name in (*SPARSE, "qwen3-next") else placing.MOST_HOST_BYTES
-            with mock.patch.object(placing, "MOST_HOST_BYTES", most):
-                engine = LLMEngine(split)
-            found[f"tensor parallel {degree}"] = greedy_tokens(engine)
-            load = _load(engine)
-            if name in HYBRID:
-                found[f"split states {degree}"] = greedy_tokens(engine), engine.get_metrics().prefix_cache_hits
-            if name in SPARSE:
-                whole = LLMEngine(replace(split, enable_expert_parallel=True))
-                found[f"expert parallel {degree}"] = greedy_tokens(whole)
-                found[f"loads {degree}"] = [load, _load(whole)]
+        args = replace(ARGS, model=directory, tensor_parallel_size=first, expert_load=name in SPARSE)
+        # One model of each kind is put together by the programs that larger parameters take, on each device.
+        most = 0 if name in (*SPARSE, "qwen3-next") else placing.MOST_HOST_BYTES
+        with mock.patch.object(placing, "MOST_HOST_BYTES", most):
+            engine = LLMEngine(args)
+        found = {f"degree {first}": _plain_paths(engine)} | _other_paths(name, args, engine.startup)
+        for degree in others:
+            found[f"degree {degree}"] = _plain_paths(LLMEngine(replace(args, tensor_parallel_size=degree)))
+        if name in SPARSE:
+            whole = replace(args, tensor_parallel_size=4, enable_expert_parallel=True)
+            found["expert parallel"] = _plain_paths(LLMEngine(whole))
         return found
+
+
+def _plain_paths(engine: LLMEngine) -> dict[str, Any]:
+    """131 tokens of prompts in steps of 32, and once more, where prefixes hit the cache."""
+    found: dict[str, Any] = {"chunked": greedy_tokens(engine)}
+    load = engine.get_metrics().expert_load
+    found["load"] = None if load is None else load.tokens  # by layer and expert, where they are counted
+    found["prefix hits"] = greedy_tokens(engine)
+    found["hits"] = engine.get_metrics().prefix_cache_hits
+    return found
+
+
+def _other_paths(name: str, args: EngineArgs, startup: Startup) -> dict[str, Any]:
+    found: dict[str, Any] = {"preempted": []}
+    for blocks in POOLS:
+        num_blocks = blocks * len(startup.cache_groups)
+        few = LLMEngine(replace(args, num_gpu_blocks_override=num_blocks), startup)
+        found["preempted"].append(greedy_tokens(few))
+        if preemptions := few.get_metrics().num_preemptions:
+            break
+    found["preemptions"] = preemptions
+    found["samples"] = _samples(LLMEngine(args, startup))
+    found["scores"] = _scores(LLMEngine(args, startup))
+    if name in HYBRID:
+        found["small chunks"] = greedy_tokens(LLMEngine(replace(args, max_num_batched_tokens=7), startup))
+    return found
 
 
 def greedy_tokens(engine: LLMEngine) -> list[list[int]]:
@@ -168,12 +178,6 @@ def greedy_tokens(engine: LLMEngine) -> list[list[int]]:
         engine.add_request(str(i), prompt, sampling)
     outputs = {output.request_id: output for output in _finish(engine)}
     return [list(outputs[str(i)].outputs[0].token_ids) for i in range(NUM_REQUESTS)]
-
-
-def _load(engine: LLMEngine) -> Any:
-    """Tokens by layer and expert, where they are counted."""
-    load = engine.get_metrics().expert_load
-    return None if load is None else load.tokens
 
 
 def _samples(engine: LLMEngine) -> list[list[int]]:

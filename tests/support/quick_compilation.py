@@ -4,9 +4,9 @@ The conftest.py of a package takes the fixture by its name:
 
     from tests.support.quick_compilation import quick_compilation as quick_compilation
 
-A test module must not: the fixture ends with the package, so it would hold for the modules that follow. To compile
-takes a third of the time then. The programs are several times slower: those of an engine that makes hundreds of steps
-are better compiled as `tests/conftest.py` has it.
+A test module takes `quick_compilation_of_module` instead: the other ends with the package, so it would hold for the
+modules that follow. To compile takes a third of the time then. The programs are several times slower: those of an
+engine that makes hundreds of steps are better compiled as `tests/conftest.py` has it.
 """
 
 from collections.abc import Iterator
@@ -21,6 +21,13 @@ _SETTING = "jax_disable_most_optimizations"
 @pytest.fixture(scope="package", autouse=True)
 def quick_compilation() -> Iterator[None]:
     """For all tests of a package. On a GPU, whose kernels are what is tested there, nothing changes."""
+    with _set_to(jax.default_backend() == "cpu"):
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation_of_module() -> Iterator[None]:
+    """For all tests of a module."""
     with _set_to(jax.default_backend() == "cpu"):
         yield
 

@@ -518,7 +518,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
 
 TestBlockManagerMachine = BlockManagerMachine.TestCase
-TestBlockManagerMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestBlockManagerMachine.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.long
@@ -530,7 +530,7 @@ def test_a_long_walk_meets_everything_that_can_happen(num_blocks, groups):
     rng = np.random.default_rng(num_blocks)
     memory = Memory(num_blocks, num_chunks=6, with_tier=True, groups=GROUPS[groups])
     prompts = [rng.integers(0, 3, length).tolist() for length in (17, 30, 34, 41, 48)]
-    for _ in range(3000):
+    for _ in range(2000):
         pick = lambda things: things[rng.integers(len(things))]  # noqa: E731
         plain, swapped, free_slots = memory.plain, memory.swapped, memory.slots.num_free
         match int(rng.integers(10)):
@@ -559,8 +559,8 @@ def test_a_long_walk_meets_everything_that_can_happen(num_blocks, groups):
                         memory.turn_of(group, rng)
         memory.check()
     memory.end_all()
-    least = {"came back": 20, "swapped out": 50, "searches swapped out": 5, "beams forked": 50, "copies on write": 50}
-    least |= {"copies of parts": 10, "blocks hit in host memory": 10}
+    least = {"came back": 12, "swapped out": 30, "searches swapped out": 3, "beams forked": 30, "copies on write": 30}
+    least |= {"copies of parts": 5, "blocks hit in host memory": 5}
     if groups != "full":
-        least |= {"chunks of long prompts": 200}
+        least |= {"chunks of long prompts": 120}
     assert all(memory.done[what] >= count for what, count in least.items()), memory.done

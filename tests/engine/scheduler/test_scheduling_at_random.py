@@ -272,7 +272,7 @@ class SchedulingMachine(RuleBasedStateMachine):
 
 
 TestSchedulingMachine = SchedulingMachine.TestCase
-TestSchedulingMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestSchedulingMachine.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 
 
 WALKS = [
@@ -292,7 +292,7 @@ def test_states_of_sequences_are_their_own_under_load(groups, num_snapshots):
     """Forks, searches, aborts and preemptions, in slots that are never cleared, with few snapshots or none."""
     states = {"keeps_states": True, "host_prefix_cache": False, "state_snapshot_tokens": 4}
     states |= {"num_state_snapshots": num_snapshots, "enable_prefix_caching": num_snapshots > 0}
-    serve_at_random("fcfs", "auto", groups, 1, 2, num_requests=300, **states)
+    serve_at_random("fcfs", "auto", groups, 1, 2, num_requests=200, **states)
 
 
 @pytest.mark.parametrize(
@@ -318,9 +318,9 @@ def test_snapshots_are_for_cached_prefixes_of_sequences_with_states(option):
 @pytest.mark.long
 @pytest.mark.parametrize(("policy", "mode", "groups", "tokens_per_row"), WALKS)
 @pytest.mark.parametrize("depth", [0, 2])
-def test_hundreds_of_requests_come_and_go(policy, mode, groups, tokens_per_row, depth):
+def test_many_requests_come_and_go(policy, mode, groups, tokens_per_row, depth):
     """Enough for blocks, slots and the prefix cache to turn over many times; `make drill-scheduling` goes further."""
-    serve_at_random(policy, mode, groups, tokens_per_row, depth, num_requests=300)
+    serve_at_random(policy, mode, groups, tokens_per_row, depth, num_requests=200)
 
 
 def serve_at_random(
@@ -380,7 +380,7 @@ def serve_at_random(
     drive.finish()
     stats = drive.engine.core.stats()
     assert stats.num_finished == drive.num_added
-    assert min(aborted, stopped, stats.num_preemptions) > num_requests // 30
+    assert min(aborted, stopped, stats.num_preemptions) > num_requests // 50
     config = drive.engine.config
     keeps_states = config.keeps_states  # which are not swapped, and hit prefixes with snapshots alone
     least = num_requests // 2 if config.num_state_snapshots else num_requests * 5 // 3

@@ -18,6 +18,7 @@ from jpaged.executor.start.executable_cache import ExecutableCache
 from jpaged.pallas_kernels import registry
 from jpaged.pallas_kernels.devices import Device
 from tests.parallel.eight_devices import call_with_eight_devices
+from tests.support.jax_cache import jax_cache
 
 SHAPE = jax.ShapeDtypeStruct((3,), jnp.float32)
 
@@ -48,13 +49,13 @@ def test_a_program_that_calls_python_is_not_kept_and_does_no_harm(tmp_path):
 
 def runs_on_some_devices(directory):
     """Numbers that programs for some of eight devices give when they come from the cache."""
-    jax.config.update("jax_compilation_cache_dir", None)
     found = []
     for devices in (jax.devices()[:1], jax.devices()[2:4]):
         mesh = jax.sharding.Mesh(devices, ("x",))
         x = jax.device_put(np.float32([1, 2, 3, 4]), jax.NamedSharding(mesh, jax.P("x")))
         path = Path(directory) / str(len(devices))
-        ExecutableCache.save(path, jax.jit(lambda x: x.sum()).lower(x).compile())
+        with jax_cache(None):
+            ExecutableCache.save(path, jax.jit(lambda x: x.sum()).lower(x).compile())
         found.append(float(ExecutableCache.load(path, devices)(x)))
     return found
 

@@ -94,7 +94,7 @@ def test_the_kernel_draws_what_sorting_draws(seed, vocab):
 
     config = hopper.Config(ctas=1, warpgroups=2, tile=128, ahead=2)
     options = {"config": config, "interpret": plgpu.InterpretGPUParams(detect_races=True)}
-    arguments = draw_batch(seed, 24, vocab)
+    arguments = draw_batch(seed, 14, vocab)
     np.testing.assert_array_equal(hopper.sample_tokens(Operands(*arguments), **options), expected_tokens(*arguments))
     np.testing.assert_array_equal(
         hopper.sample_tokens(Operands(*without_truncation(arguments)), **options),
@@ -106,7 +106,7 @@ def test_the_kernel_draws_what_sorting_draws(seed, vocab):
 @needs_triton
 @pytest.mark.parametrize(("seed", "vocab"), [(2, 700), (3, 130)])
 def test_triton_s_kernels_draw_what_sorting_draws(seed, vocab):
-    arguments = draw_batch(seed, 24, vocab)
+    arguments = draw_batch(seed, 14, vocab)
     np.testing.assert_array_equal(triton_draws(*arguments), expected_tokens(*arguments))
     np.testing.assert_array_equal(
         triton_draws(*without_truncation(arguments)), expected_tokens(*keeping_all(arguments))
@@ -120,7 +120,7 @@ def test_triton_s_kernels_read_the_kept_tokens_again_where_they_cannot_hold_them
     from jpaged.pallas_kernels.sample_tokens import triton
     from jpaged.pallas_kernels.sample_tokens.operands import Operands
 
-    arguments = draw_batch(9, 24, 700)
+    arguments = draw_batch(9, 14, 700)
     top_k = arguments[2]
     assert top_k[top_k > 0].min() < room < top_k.max()
     np.testing.assert_array_equal(triton.sample_tokens(Operands(*arguments), room=room), expected_tokens(*arguments))
@@ -134,8 +134,8 @@ def test_triton_s_kernels_split_a_row_over_many_programs(seed, room):
     from jpaged.pallas_kernels.sample_tokens.operands import Operands
 
     rng = np.random.default_rng(seed)
-    logits, temperature, _, _, min_p, seeds, positions = draw_batch(seed, 12, 1400)
-    logits[:8] = rng.normal(size=(8, 1400)) * rng.uniform(0.3, 3, (8, 1))
+    logits, temperature, _, _, min_p, seeds, positions = draw_batch(seed, 12, 800)
+    logits[:8] = rng.normal(size=(8, 800)) * rng.uniform(0.3, 3, (8, 1))
     logits[0] = np.round(logits[0])
     top_p = np.tile([0.1, 0.5, 0.9, 0.98], 3).astype(np.float32)
     whole = (np.zeros(12, np.int32), np.ones(12, np.float32), 0 * min_p, seeds, positions)

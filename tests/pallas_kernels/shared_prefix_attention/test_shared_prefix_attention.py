@@ -21,7 +21,7 @@ from tests.pallas_kernels.paged import (
     random_queries,
 )
 
-few = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+few = settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 attend_shared = jax.jit(
     partial(shared_prefix_attention, return_lse=True), static_argnames=("scale", "logit_softcap", "backend")
