@@ -2,8 +2,9 @@
 
 A schema's keywords are intersected in their order; so are those of `allOf` and what a `$ref` leads to. What is not
 translated raises `NotCovered`: `patternProperties`, counted properties, multiples and bounds of other numbers than
-integers, unknown formats, references that lead to themselves, and options of `x-guidance`. A keyword that llguidance
-refuses is passed over, since such a schema never gets this far.
+integers, unknown formats, references that lead to themselves, and options of `x-guidance` other than `lenient`. A
+keyword that llguidance cannot enforce is passed over: it ignores it if the schema is lenient, and refuses the schema
+otherwise, which then never gets this far.
 """
 
 import json
@@ -44,6 +45,9 @@ _FORMATS = {
 
 def allowed_values(schema: Mapping[str, Any]) -> "Value":
     """The values that a schema allows. Raises NotCovered."""
+    options = schema.get("x-guidance", {})
+    if isinstance(options, Mapping) and options.keys() <= {"lenient"}:
+        schema = {name: given for name, given in schema.items() if name != "x-guidance"}
     return _Reader(schema).read(schema)
 
 
