@@ -42,7 +42,7 @@ class SamplingVariant(IntEnum):
     GREEDY = 0  # every row is greedy: an argmax
     SAMPLING = 1  # temperature and seeds
     TRUNCATED = 2  # top_k, top_p, min_p
-    TABLE = 3  # constraints that the device follows by itself, `SlotStart.place`
+    TABLE = 3  # slots that follow a constraint's table, `SlotStart.place`
     MASKED = 4  # masks of `StepPlan.masks`; `StepResult.ranked`
     FULL = 5  # penalties, logit_bias, allowed_token_ids, bad_words, min_tokens, logprobs
     BEAM = 6  # every row is greedy or a beam: an argmax, and logprobs
@@ -71,10 +71,10 @@ class CacheGroup:
 
 
 class TableRoom(NamedTuple):
-    """How much the device has room for, of all constraints together that it follows by itself.
+    """What the device has room for, of all constraints together that it follows by tables (`TableLoad`).
 
-    tables: constraints. states: places in them. masks: with a bit for every token. entries: of places by classes of
-    tokens.
+    tables: constraints. states: of their automata; each has a place. masks: with a bit for every token. entries: next
+    states, by state and class of tokens.
     """
 
     tables: int
@@ -86,20 +86,23 @@ class TableRoom(NamedTuple):
 TABLE_ROOM = TableRoom(tables=64, states=3 << 13, masks=3 << 10, entries=3 << 22)
 """103 MB with a vocabulary of 152,000 tokens: as much as three of the largest tables take."""
 NO_PLACE = 0
-"""The place of a slot that follows no table: all tokens may come, and it stays there. It has mask 0."""
+"""The place of a slot that follows no table. Its mask, number 0, allows all tokens, and all lead back to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableLoad:
-    """A constraint's table for the device: masks by place, and where tokens lead. Places, masks and entries of all
-    tables are numbered as one.
+    """A constraint as a finite automaton over tokens, for the device, which follows it without the host.
 
-    number: of the table, below `TableRoom.tables`. first_place, first_mask, first_entry: where it lies.
-    classes: int32 [vocabulary]; tokens that lead to the same places are of one class.
-    mask_of: int32 [places]; the mask of each place.
-    masks: uint32 [masks, ceil(vocabulary / 32)].
-    entries: int16 [places, classes]; which of the table's places a token of a class leads to; -1: to none, since it may
-        not follow, or ends.
+    The tables on the device lie in common arrays of places, masks and entries (`TableRoom`). State s of this one is
+    place first_place + s, its mask m is mask first_mask + m, and its entries begin at first_entry, row by row. No other
+    table that a slot follows overlaps it.
+
+    number: of the table, below `TableRoom.tables`.
+    classes: int32 [vocabulary]; tokens that lead to the same state from every state are of one class.
+    mask_of: int32 [states]; the mask of each state, counted from the device's first.
+    masks: uint32 [masks, ceil(vocabulary / 32)]; bit v % 32 of word v // 32 is set for token v.
+    entries: int16 [states, classes]; the state, counted from this table's first, that a token of a class leads to; -1
+        where it may not follow, or ends the sequence.
     """
 
     number: int
@@ -123,8 +126,10 @@ class SlotStart:
     max_len: the total length, in tokens, at which the device stops the sequence.
     stop_token_ids: tokens that stop it, the end-of-sequence tokens included unless ignored.
     bad_words_token_ids: token sequences whose last token is never sampled after the others.
-    place: where it stands in the table of its constraint, if the device follows it by that.
-    table: that table, if the device does not have it yet.
+    place: where it stands, after the output's known tokens, in its constraint's table, which the device follows from
+        there; NO_PLACE if it has no constraint, or the host follows it. While a slot with a place samples, plans have
+        variant TABLE, MASKED or FULL, and none has a mask for it.
+    table: that table, if the device does not have it yet. It is written before any slot of the plan starts.
     """
 
     slot: int
@@ -199,8 +204,9 @@ def _no_table_updates() -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One iteration. The executor applies ends, swap-outs, starts, beams, masks, swap-ins, copies and table updates in
-    this order, state loads before beams, then runs the rows, and saves states last.
+    """One iteration. The executor writes the tables of starts, then applies ends, swap-outs, starts, beams, masks,
+    swap-ins, copies and table updates in this order, state loads before beams, then runs the rows, and saves states
+    last.
 
     ends: int32 [e]; slots to deactivate because the host says so (abort, stop string, preemption). A slot the
         device stopped itself needs no entry. A slot may end and start anew in one plan.
@@ -219,7 +225,7 @@ class StepPlan:
     mask_slots, masks: int32 [m]; m arrays; the tokens that these slots may sample from now on. Either uint32
         [ceil(vocabulary / 32)]: bit v % 32 of word v // 32 is set for token v; or int32 [n], n from 1 to FEW_TOKENS:
         these tokens, or, where NO_TOKEN stands first, all but those behind it. Only slots whose `SamplingParams` have
-        structured_outputs, and these only when their masks have changed.
+        structured_outputs and that started with NO_PLACE, and these only when their masks have changed.
     mask_tokens: int32 [m]; for each of them NO_TOKEN, or the token that is the slot's last from now on, in place of the
         one that it sampled last. The slot is active, even if that one had ended it. The plan must compute the slot, and
         later plans that do so must give the token again, up to the one that samples the slot.

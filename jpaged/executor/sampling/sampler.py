@@ -110,10 +110,13 @@ def sample(
         if full is None:
             raise ValueError("SamplingVariant.FULL needs a FullSamplingState.")
 
-        def process(logits: jax.Array, slots: jax.Array, positions: jax.Array, *allowed: jax.Array) -> jax.Array:
-            return process_logits(logits, slots, positions, state, full, collectives, masks, *allowed)
+        def process(
+            logits: jax.Array, slots: jax.Array, positions: jax.Array, allowed: jax.Array | None = None
+        ) -> jax.Array:
+            return process_logits(logits, slots, positions, state, full, collectives, masks, allowed)
 
-        processed = by_row(process, logits, slots, positions, *(() if allowed is None else (allowed,)))
+        rows = (logits, slots, positions) if allowed is None else (logits, slots, positions, allowed)
+        processed = by_row(process, *rows)
     elif variant == SamplingVariant.TABLE:
         if allowed is None:
             raise ValueError("SamplingVariant.TABLE needs what tables allow.")
@@ -366,8 +369,8 @@ def _most_likely(logits: jax.Array, collectives: Collectives) -> tuple[jax.Array
 
 
 def _masks_of(slots: jax.Array, state: SamplingState, masks: jax.Array, allowed: jax.Array | None) -> jax.Array:
-    """What constraints allow these slots, uint32 [R, words]; all bits are set for those without. allowed: by tables;
-    such a slot has no mask of its own.
+    """What constraints allow these slots, uint32 [R, words]; all bits are set for those without. allowed: what tables
+    allow, uint32 [R, words]; a slot that follows one has no mask of its own.
     """
     own = jnp.where(state.uses_mask[slots][:, None], masks[slots], np.uint32(0xFFFFFFFF))
     return own if allowed is None else own & allowed

@@ -17,11 +17,13 @@ from jpaged.executor.sampling.records import mask_words
 
 
 class GrammarTables(NamedTuple):
-    """All tables on the device.
+    """All tables on the device, in arrays of the sizes of a `TableRoom`.
 
-    masks: uint32 [masks, words]. mask_of, table_of, first_entry: int32 [places]; of each place its mask, its table, and
-    where its entries begin. first_place: int32 [tables]. classes: int16 [tables, V]. entries: int16 [entries]; as
-    `TableLoad.entries`.
+    masks: uint32 [masks, words].
+    mask_of, table_of, first_entry: int32 [places]; of each place its mask, its table, and where its entries begin.
+    first_place: int32 [tables].
+    classes: int16 [tables, V]; the class of each token, by which a place's entries are ordered.
+    entries: int16 [entries]; as `TableLoad.entries`, flat.
     """
 
     masks: UInt[Array, "masks words"]
@@ -34,7 +36,7 @@ class GrammarTables(NamedTuple):
 
 
 def init_tables(vocab_size: int, room: TableRoom = TABLE_ROOM) -> GrammarTables:
-    """No table: of every place the mask is that of NO_PLACE, and so is what follows."""
+    """No table: every place is as NO_PLACE."""
     masks = jnp.full((room.masks, mask_words(vocab_size)), 0xFFFFFFFF, jnp.uint32)
     mask_of, table_of, first_entry = (jnp.zeros((room.states,), jnp.int32) for _ in range(3))  # donated one by one
     of_tables = jnp.zeros((room.tables,), jnp.int32), jnp.zeros((room.tables, vocab_size), jnp.int16)
@@ -47,14 +49,14 @@ def init_places(num_slots: int) -> Int[Array, " slots"]:
 
 
 def masks_at(tables: GrammarTables, places: Int[Array, " rows"]) -> UInt[Array, "rows words"]:
-    """What may follow at these places."""
+    """The masks of these places: uint32 [rows, words]."""
     return tables.masks[tables.mask_of[places]]
 
 
 def next_places(
     tables: GrammarTables, places: Int[Array, " rows"], token_ids: Int[Array, " rows"]
 ) -> Int[Array, " rows"]:
-    """Where these tokens lead."""
+    """Where these tokens, sampled at these places, lead: int32 [rows]; NO_PLACE after one that ends the sequence."""
     table = tables.table_of[places]
     found = tables.entries[tables.first_entry[places] + tables.classes[table, token_ids]].astype(jnp.int32)
     return jnp.where((places == NO_PLACE) | (found < 0), NO_PLACE, tables.first_place[table] + found)

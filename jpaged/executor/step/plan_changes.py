@@ -1,6 +1,7 @@
 """What a plan changes before its step: slots that end and start, beams, swaps and copies of blocks.
 
-[load_table] --> [gather] --> [update] --> [copy_states[N]] --> [move_beams[N]] --> [scatter] --> [copy_blocks[N]]
+[load_classes] --> [load_table] --> [gather] --> [update]
+     --> [copy_states[N]] --> [move_beams[N]] --> [scatter] --> [copy_blocks[N]]
 
 Masks go to the device with the step's sampling; `set_masks[W]` runs before it for those that do not fit.
 """
@@ -120,11 +121,8 @@ class PlanChanges:
     def _load_table(self, table: TableLoad) -> None:
         """Writes the table of a constraint."""
         buffer, host = self._packed(_LOAD_CLASSES)
-        host["table"][...], host["first_place"][...], host["classes"][...] = (
-            table.number,
-            table.first_place,
-            table.classes,
-        )
+        host["table"][...], host["first_place"][...] = table.number, table.first_place
+        host["classes"][...] = table.classes
         self._run(_LOAD_CLASSES, packed=buffer)
         for part in range(PART.num_parts(table)):
             buffer, host = self._packed(_LOAD_TABLE)

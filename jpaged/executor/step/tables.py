@@ -1,7 +1,7 @@
-"""The programs that bring the tables of constraints to the device (`sampling/tables.py`).
+"""The programs that write the tables of constraints (`sampling/tables.py`). Each has one size.
 
-load_table         writes a part of a table: some of its masks, places and entries
-load_classes       writes where a table begins, and which class each token is of
+load_classes       once a table: where its places begin, and the class of each token
+load_table         once a part of a table: some of its masks, places and entries
 """
 
 from collections.abc import Mapping
@@ -21,14 +21,16 @@ from jpaged.executor.step.program import Setup, SingleProgram
 
 
 class TablePart(NamedTuple):
-    """How much of a table a call of `load_table` writes."""
+    """How much of a table a call of `load_table` writes at most, of each kind."""
 
     masks: int = 16
     places: int = 1024
     entries: int = 1 << 16
 
     def fields(self, vocab_size: int) -> dict[str, Field]:
-        """The fields of a packed layout. Each kind of numbers begins somewhere, and has so many."""
+        """The fields of a packed layout. firsts, counts: where masks, places and entries go, and how many there are of
+        each; the rest of their fields is left as it is.
+        """
         return {
             "table": Field((), 0),
             "firsts": Field((3,), 0),
@@ -40,14 +42,14 @@ class TablePart(NamedTuple):
         }
 
     def num_parts(self, load: TableLoad) -> int:
-        """How many of them a table takes."""
+        """How many parts a table takes."""
         sizes = (len(load.masks), self.masks), (len(load.mask_of), self.places), (load.entries.size, self.entries)
         return max(-(-size // most) for size, most in sizes)
 
     def fill(self, host: Mapping[str, np.ndarray], load: TableLoad, part: int) -> None:
-        """Writes one of a table's parts into views of a new buffer's fields."""
+        """Writes a table's part, counted from 0, into the fields of a new buffer."""
         places, classes = load.entries.shape
-        rows = load.first_entry + classes * np.arange(places, dtype=np.int32)
+        first_entry = load.first_entry + classes * np.arange(places, dtype=np.int32)
         host["table"][...] = load.number
         values = (
             ("masks", load.masks.view(np.int32), load.first_mask, self.masks),
@@ -58,15 +60,15 @@ class TablePart(NamedTuple):
             some = array[part * most : (part + 1) * most]
             host["firsts"][i], host["counts"][i] = first + part * most, len(some)
             host[name][: len(some)] = some
-        of_part = rows[part * self.places : (part + 1) * self.places]
-        host["first_entry"][: len(of_part)] = of_part
+        some = first_entry[part * self.places : (part + 1) * self.places]
+        host["first_entry"][: len(some)] = some
 
 
 def write_part(tables: GrammarTables, host: Mapping[str, Array]) -> GrammarTables:
-    """Writes a part of a table. host: the fields of a `TablePart`, unpacked."""
+    """The tables with a part of one written. host: the fields of a `TablePart`, unpacked."""
     masks = lax.bitcast_convert_type(host["masks"], jnp.uint32)
     of_masks, of_places, of_entries = (
-        _where(host["firsts"][i], host["counts"][i], len(values), len(kept))
+        _indices(host["firsts"][i], host["counts"][i], len(values), len(kept))
         for i, (values, kept) in enumerate(
             ((masks, tables.masks), (host["mask_of"], tables.mask_of), (host["entries"], tables.entries))
         )
@@ -81,10 +83,10 @@ def write_part(tables: GrammarTables, host: Mapping[str, Array]) -> GrammarTable
     )
 
 
-def _where(first: Array, count: Array, most: int, end: int) -> Array:
-    """The indices of so many values from `first` on, int32 [most]; `end` behind them, which is dropped."""
-    each = jnp.arange(most, dtype=jnp.int32)
-    return jnp.where(each < count, first + each, end)
+def _indices(first: Array, count: Array, size: int, out_of_bounds: int) -> Array:
+    """int32 [size]: `count` indices from `first` on, then indices that are out of bounds, whose values are dropped."""
+    each = jnp.arange(size, dtype=jnp.int32)
+    return jnp.where(each < count, first + each, out_of_bounds)
 
 
 PART = TablePart()
