@@ -247,10 +247,11 @@ def take_all(numbers: deque[int]) -> list[int]:
 
 
 def _end(process: "subprocess.Popen[bytes]", tables: TableMaker, sockets: list[socket.socket], pid: int) -> None:
-    if os.getpid() == pid:
+    is_own = os.getpid() == pid  # in a fork, the process and its connections are the parent's
+    if is_own:
         tables.close()
     for sock in sockets:
         sock.close()
-    if os.getpid() == pid:  # else it is the parent's
+    if is_own:
         process.kill()
         process.wait()

@@ -5,7 +5,6 @@ import queue
 import socket
 import threading
 import weakref
-from collections import deque
 from contextlib import suppress
 from typing import Protocol
 
@@ -14,14 +13,15 @@ import numpy as np
 
 from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.text.frames import read_frame, write_frame
-from jpaged.text.table_process import MakeTable, Table
+from jpaged.text.table_process import MadeTable, MakeTable
 from jpaged.text.token_tables import TokenTable
 
 log = logging.getLogger("jpaged.engine")
 
-
 MOST_BYTES = 512 * 2**20
-"""Of tables that are kept: fifteen as large as that of `jpaged/bench/structured.py`, or hundreds of usual ones."""
+"""Of host memory for tables: fifteen of them as large as that of `jpaged/bench/structured.py`, or hundreds of usual
+ones.
+"""
 
 
 class HasTable(Protocol):
@@ -41,7 +41,7 @@ class TableMaker:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._wanted: queue.SimpleQueue[weakref.ref[HasTable] | None] = queue.SimpleQueue()
-        self._made: deque[weakref.ref[HasTable]] = deque()
+        self._made: list[weakref.ref[HasTable]] = []  # the oldest first
         self._thread: threading.Thread | None = None
         self._is_over = False
 
@@ -80,11 +80,12 @@ class TableMaker:
     def _make_room(self) -> None:
         """Drops the tables that were made first, if all take too much."""
         kept = [grammar for reference in self._made if (grammar := reference()) is not None]
-        sizes = [sum(array.nbytes for array in grammar.table[:4]) if grammar.table else 0 for grammar in kept]
-        for grammar, left in zip(kept, np.cumsum(sizes[::-1])[::-1].tolist(), strict=True):
-            if left > MOST_BYTES:
+        num_bytes = 0
+        for grammar in reversed(kept):
+            num_bytes += grammar.table.num_bytes if grammar.table else 0
+            if num_bytes > MOST_BYTES:
                 grammar.lose_table()
-        self._made = deque(weakref.ref(grammar) for grammar in kept if grammar.table is not None)
+        self._made = [weakref.ref(grammar) for grammar in kept if grammar.table is not None]
 
 
 def _made(sock: socket.socket, params: StructuredOutputsParams) -> TokenTable | None:
@@ -93,7 +94,7 @@ def _made(sock: socket.socket, params: StructuredOutputsParams) -> TokenTable | 
     frame = read_frame(sock)
     if frame is None:
         raise EOFError
-    told = msgspec.msgpack.decode(frame, type=Table)
+    told = msgspec.msgpack.decode(frame, type=MadeTable)
     if told.refusal:
         log.debug("A constraint is followed token by token: %s.", told.refusal)
         return None
@@ -104,7 +105,7 @@ def _made(sock: socket.socket, params: StructuredOutputsParams) -> TokenTable | 
 
 
 def _array(sock: socket.socket, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> np.ndarray:
-    """Read in place, since it is large, and a copy would keep Python's lock for milliseconds."""
+    """The next array on the socket. Read in place: a copy of so much would hold Python's lock for milliseconds."""
     array: np.ndarray = np.empty(shape, dtype)
     left = array.data.cast("B")
     while left:

@@ -35,6 +35,8 @@ _START_S = 60.0
 _MOST_VERDICTS = 4096
 WHITESPACE = r" |\n {0,24}|\n\t{0,8}"
 """What may stand between JSON's tokens."""
+COMPACT_SEPARATORS = {"item_separator": ", ", "key_separator": ": "}
+"""Of JSON without further white space (`disable_any_whitespace`)."""
 _MOST_SHOWN = 200
 _BAD_REGEX = re.compile(r'invalid regex (".*") \(in regex\): (.*)', re.DOTALL)
 _OUR_LINES = re.compile(r"\n *\d+ \| .*", re.DOTALL)
@@ -176,7 +178,7 @@ def refusal(params: StructuredOutputsParams, wrong: str) -> str:
 
 def _json_options(params: StructuredOutputsParams) -> Any:
     if params.disable_any_whitespace:
-        return {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        return {"whitespace_flexible": False, **COMPACT_SEPARATORS}
     return {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
 
 

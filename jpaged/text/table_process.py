@@ -1,9 +1,10 @@
-"""The process that has tables of constraints made: the last one that the first shard forks (`grammar_process.py`).
+"""The process that has tables of constraints made, each by a process of its own. The first shard forks it last
+(`grammar_process.py`).
 
     its parent, `grammar_tables.py`      this process                 a process forked for each table
     MakeTable: a constraint          --> forks                    --> makes it
-                                     <-------- Table: its arrays' shapes; then the arrays
-                                     <-- Table: why there is none
+                                     <-------- MadeTable: its arrays' shapes; then the arrays
+                                     <-- MadeTable: why there is none
 
 It is apart from the shards, since a table takes seconds, with Python's lock held, and runs at a lower priority. A
 constraint comes from a stranger: what takes too much time, memory or stack ends the process that was forked for it,
@@ -37,7 +38,7 @@ MOST_SECONDS = 20
 """That a table may take of a core. The schema of `jpaged/bench/structured.py` takes 4.3 on a slow one; without white
 space, where much is forced behind strings, 12."""
 _MOST_WAITED_S = 300
-"""For these."""
+"""By the clock: at this priority, a busy machine may give it little time of a core."""
 _NICENESS = 10
 _TURN_MS = 20.0
 
@@ -48,9 +49,9 @@ class MakeTable(msgspec.Struct, array_like=True, tag=True):
     params: StructuredOutputsParams
 
 
-class Table(msgspec.Struct, array_like=True, tag=True):
-    """What `TokenTable` has: arrays of these shapes follow, the first of uint32, the others of int32. refusal: why
-    there is none, or empty.
+class MadeTable(msgspec.Struct, array_like=True, tag=True):
+    """The answer. The arrays of a `TokenTable` follow, of these shapes, the first of uint32, the others of int32.
+    refusal: why there is no table, or empty.
     """
 
     shapes: list[tuple[int, ...]] = []
@@ -73,16 +74,16 @@ def serve_tables(sock: socket.socket, tokenizer: "LLTokenizer", vocabulary: Voca
                 _answer(sock, answers, params, tokenizer, vocabulary, spell)
             status = _ended(child, sock)
             if answers[0] and status:
-                break  # within its answer
+                break  # it ended within its answer, whose reader waits for the rest
             if not answers[0]:
                 refusal = f"to make its table takes too much time or memory (its process ended with {status})"
-                write_frame(sock, msgspec.msgpack.encode(Table(refusal=refusal)))
+                write_frame(sock, msgspec.msgpack.encode(MadeTable(refusal=refusal)))
     finally:
         os._exit(0)
 
 
 def _ended(child: int, sock: socket.socket) -> int:
-    """Waits for a process, and ends it if nobody waits for its answer any more. Returns its exit status."""
+    """Waits for a process, and kills it if the other end of the socket is closed. Returns its exit code."""
     hangs_up = select.poll()
     hangs_up.register(sock, 0)
     while True:
@@ -102,7 +103,9 @@ def _answer(
     vocabulary: Vocabulary,
     spell: Spellings,
 ) -> NoReturn:
-    """Makes a table, within limits. answers: is set before anything is written to the socket."""
+    """Makes a table, within limits. answers: a byte that the parent process sees, set before anything is written to the
+    socket: from there on the parent must not answer itself.
+    """
     status = 1
     try:
         _limit(resource.RLIMIT_CORE, 0)
@@ -111,7 +114,7 @@ def _answer(
         _limit(resource.RLIMIT_CPU, MOST_SECONDS)
         signal.alarm(_MOST_WAITED_S)
         arrays: list[np.ndarray] = []
-        told = Table()
+        told = MadeTable()
         try:
             automaton = automaton_of(params)
             grammar = FollowedGrammar(tokenizer, grammar_text(params))

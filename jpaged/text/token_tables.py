@@ -60,6 +60,11 @@ class TokenTable(NamedTuple):
     next: np.ndarray
     start: int
 
+    @property
+    def num_bytes(self) -> int:
+        """Of its arrays."""
+        return self.masks.nbytes + self.mask_of.nbytes + self.classes.nbytes + self.next.nbytes
+
     def follow(self, state: int, token_ids: Sequence[int]) -> int:
         """The state behind these tokens; -1 if one of them may not follow."""
         for token in token_ids:

@@ -3,7 +3,7 @@
 import json
 
 from jpaged.api.structured_outputs import StructuredOutputsParams
-from jpaged.text.grammars import WHITESPACE
+from jpaged.text.grammars import COMPACT_SEPARATORS, WHITESPACE
 from jpaged.text.regular.automata import Automaton, NotCovered
 from jpaged.text.regular.expressions import Text, Union, compiled
 from jpaged.text.regular.json_texts import json_expression
@@ -20,5 +20,5 @@ def automaton_of(params: StructuredOutputsParams) -> Automaton:
         raise NotCovered(f"{params.kind} is not translated")
     schema = json.loads(str(params.json))
     if params.disable_any_whitespace:
-        return compiled(json_expression(schema, item_separator=", ", key_separator=": "))
+        return compiled(json_expression(schema, **COMPACT_SEPARATORS))
     return compiled(json_expression(schema, params.whitespace_pattern or WHITESPACE))
