@@ -1,19 +1,19 @@
-"""Regular constraints as tables of tokens: which may follow, and where they lead, for a device that asks nobody.
+"""Regular constraints as finite automata over tokens: which tokens may follow in each state, and where they lead.
 
-    constraint --regular/--> states between bytes            what of a text matters for what may follow
-    each token, from all of these states at once                tokens that act alike are one class
-    llguidance, at each state that tokens lead to               its mask, and the tokens that it forces
+    automaton over bytes (`regular/`)         states between bytes
+    moved by all tokens (`spellings.py`)      states between tokens; tokens that act alike are one class
+    checked with llguidance at each state     its mask, and the tokens that it forces
 
-llguidance has the last word: in every state, behind two of the tokens that lead there at least, its mask must be the
-one that the automaton says; otherwise there is no table. So a sequence samples the same tokens whether it goes by the
-table or by `guides.py`.
+llguidance has the last word: at every state, reached by at least two of the tokens that lead there, its mask must equal
+the automaton's; otherwise there is no table. So a sequence samples the same tokens whether it goes by the table or by
+`guides.py`.
 
-**Forced tokens** are states of their own, each with a mask of one token. llguidance spells forced bytes together with
-the token before them (`"` and `name"` may be other tokens than `{"` and `name"`), so a state's forced tokens depend on
-the token that led there.
+**Forced tokens** lead through states of their own, each with a mask of one token. llguidance spells forced bytes
+together with the token before them (`"` and `name"` may be other tokens than `{"` and `name"`), so which tokens are
+forced in a state depends on the token that led there.
 
-    state --a token--> bytes are forced: its chain of forced tokens --> the state behind them
-                       else: the state that the automaton says
+    state --a token--> a state where bytes are forced: the token's chain of forced tokens --> the state behind them
+                       any other: the automaton's state
 """
 
 from collections import Counter
@@ -31,22 +31,23 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MOST_STATES = 8_192
-"""The schema of `jpaged/bench/structured.py` has 4,391: 14 for each character that a string may have (between its
-bytes, or within its escapes), and 33 for each white space."""
+"""Those of forced tokens included. The schema of `jpaged/bench/structured.py` has 4,391: 14 for each character that a
+string may have (between its bytes, or within its escapes), and 33 for each white space."""
 MOST_MASKS = 1_024
 """20 MB, with a vocabulary of 152,000 tokens. That schema has 941."""
 MOST_ENTRIES = 4_194_304
 """Of `next`: 16 MB. That schema has 3.4 million."""
 _MOST_ARRIVALS = 8_192
-"""By so many tokens all in all, chosen at random, what the automaton says is compared with llguidance, in each state
-behind two of them at least. To try all would take minutes; small tables have no more."""
+"""So many tokens in all, drawn at random, lead to states that are compared with llguidance, or two to each state if
+those are more. To try all tokens from all states would take minutes; small tables have no more than this anyway."""
 _MOST_FORCED_BYTES = 4_096
+"""That are followed from one state. A longer run of them has no table."""
 
 
 class TokenTable(NamedTuple):
-    """What may follow where, and where it leads.
+    """A constraint as a finite automaton over tokens.
 
-    masks: uint32 [masks, words]; all different.
+    masks: uint32 [masks, words], all different; bit v % 32 of word v // 32 is set for token v.
     mask_of: int32 [states]; the mask under which a sequence samples in a state. End-of-sequence tokens are allowed by
         it alone: they lead nowhere.
     classes: int32 [vocab_size]; tokens that lead to the same states from everywhere are one class. Class 0: nowhere.
@@ -77,9 +78,13 @@ class TokenTable(NamedTuple):
 def token_table(
     automaton: Automaton, grammar: FollowedGrammar, tokenizer: "LLTokenizer", vocabulary: Vocabulary, spell: Spellings
 ) -> TokenTable:
-    """The table of a constraint. Raises NotCovered if it would be too large, or is not what llguidance does.
+    """The table of a constraint.
 
-    automaton: of the constraint's texts. grammar: the constraint as sequences follow it.
+    automaton: of the constraint's texts. grammar: the constraint as sequences follow it. spell: the vocabulary's
+    tokens.
+
+    Raises:
+        NotCovered: it would be too large, or differs from what llguidance does.
     """
     return _Builder(automaton, grammar, tokenizer, vocabulary, spell).build()
 
@@ -92,17 +97,17 @@ def _bits(tokens: "np.ndarray | Sequence[int]", num_words: int) -> np.ndarray:
 
 
 class _Place(NamedTuple):
-    """Where tokens lead. state: of the automaton. forced: tokens that must come before it."""
+    """A state of the table. state: of the automaton. forced: tokens that must come first, which lead to that state."""
 
     state: int
     forced: tuple[int, ...] = ()
 
 
 class _Forced(NamedTuple):
-    """What follows a state of the automaton with forced bytes, whatever comes before: equal for states that are alike.
+    """The forced bytes of a state, and how they are spelled. States with equal bytes and equal masks between them share
+    one.
 
-    data: the bytes. chains: of functions that have led here, for each of their tokens, which of the builder's chains of
-    forced tokens follows it.
+    data: the bytes. chains: by function that has led to such a state, int32 [its tokens]; the chain behind each token.
     """
 
     data: bytes
@@ -110,7 +115,11 @@ class _Forced(NamedTuple):
 
 
 class _Builder:
-    """Goes from state to state, with a matcher of llguidance that stands there."""
+    """Goes from state to state of the automaton, with a matcher of llguidance that stands there.
+
+    A **function** is what some tokens do to all states (`Spellings.moves`). A **chain** is the tokens that are forced
+    behind a token. A **node** is the number of a `_Place`, which becomes a state of the table.
+    """
 
     def __init__(
         self,
@@ -124,23 +133,23 @@ class _Builder:
         self._texts = spell.texts
         self._tokenizer = tokenizer
         self._behind, self._function_of = spell.moves(automaton)
-        self._dead = len(automaton.accepts)
-        self._is_alive = self._behind != self._dead
-        self._moving = self._function_of.copy()
+        self._dead = len(automaton.accepts)  # stands in `_behind` where tokens may not follow
+        self._is_alive = self._behind != self._dead  # bool [functions, states]
+        self._moving = self._function_of.copy()  # int32 [vocab_size]; each token's function where it is no end
         self._moving[list(vocabulary.ends)] = 0  # an end may be text as well, but ends all the same
         order = np.argsort(self._moving, kind="stable")
         bounds = np.searchsorted(self._moving[order], np.arange(len(self._behind) + 1)).tolist()
-        self._tokens_of = [order[a:b] for a, b in pairwise(bounds)]
+        self._tokens_of = [order[a:b] for a, b in pairwise(bounds)]  # by function
         self._rank = np.empty_like(order)  # of each token in its function
         self._rank[order] = np.concatenate([np.arange(len(some)) for some in self._tokens_of])
-        self._longest = np.array([spell.lengths[some].max(initial=0) for some in self._tokens_of])
-        self._alive = [row.tobytes() for row in np.packbits(self._is_alive.T, axis=1)]
+        self._longest = np.array([spell.lengths[some].max(initial=0) for some in self._tokens_of])  # bytes, by function
+        self._alive = [row.tobytes() for row in np.packbits(self._is_alive.T, axis=1)]  # by state, a key for its mask
         self._ends = np.bitwise_not(vocabulary.not_ends)
-        self._expected: dict[tuple[bytes, bool], int] = {}
+        self._expected: dict[tuple[bytes, bool], int] = {}  # masks, by what may follow and whether the text may end
         self._mask_numbers: dict[bytes, int] = {}
         self._masks: list[np.ndarray] = []
         self._nodes: dict[_Place, int] = {}
-        self._mask_of: list[int] = []
+        self._mask_of: list[int] = []  # by node
         self._arrivals: Counter[tuple[int, int]] = Counter()  # at states, behind chains
         self._most_arrivals = max(2, _MOST_ARRIVALS // self._dead)
         self._is_wanted = np.ones((self._dead + 1,), np.bool_)  # states that still are to be arrived at
@@ -149,8 +158,8 @@ class _Builder:
         self._chains: list[tuple[int, ...]] = [()]
         self._chain_numbers: dict[tuple[int, ...], int] = {(): 0}
         self._alike: dict[tuple[bytes, ...], _Forced] = {}
-        self._forced: dict[int, _Forced | None] = {}
-        self._places: dict[tuple[int, int], _Place] = {}
+        self._forced: dict[int, _Forced | None] = {}  # by state
+        self._places: dict[tuple[int, int], _Place] = {}  # by state and chain
 
     def build(self) -> TokenTable:
         matcher = self._grammar.begin()
@@ -164,7 +173,9 @@ class _Builder:
         )
 
     def _leave(self, state: int, matcher: "LLMatcher") -> None:
-        """Follows all tokens from a state. matcher: stands there."""
+        """Follows a token of each function from a state, where that leads to states still to be arrived at. matcher:
+        stands there.
+        """
         behind = self._behind[:, state]
         alive = np.flatnonzero(self._is_alive[:, state] & (self._longest > 0))
         for function in alive[self._is_wanted[behind[alive]]].tolist():
@@ -185,7 +196,9 @@ class _Builder:
                 self._check(other, tokens, (), matcher)
 
     def _check(self, other: int, tokens: np.ndarray, forced: tuple[int, ...], matcher: "LLMatcher") -> _Place:
-        """Goes to a state by one of these tokens. Raises NotCovered if llguidance forces other tokens than these."""
+        """Goes to the state `other` by one of these tokens, and by the forced ones behind it. Raises NotCovered if
+        llguidance forces others.
+        """
         there = matcher.deep_copy()
         there.consume_token(int(self._random.choice(tokens)))
         found = there.compute_ff_tokens()
@@ -223,7 +236,7 @@ class _Builder:
         return True
 
     def _mask_at(self, state: int) -> int:
-        """The mask that the automaton says."""
+        """The number of the automaton's mask in a state."""
         key = self._alive[state], bool(self._automaton.accepts[state])
         if key not in self._expected:
             alive = self._is_alive[:, state][self._function_of]
@@ -255,7 +268,8 @@ class _Builder:
             end = int(self._automaton.next[end, bytes_allowed[0]])
             passed.append(self._alive[end])
         longest = self._longest[self._is_alive[:, state]].max(initial=0)
-        # Bytes of at most four tokens are left to the next one if it may go on behind them, too.
+        # Few bytes force no token if a longer token may spell them together with what follows. Where llguidance does
+        # otherwise, `_check` refuses the table.
         if not data or (len(data) <= 4 and longest > len(data)):
             return None
         key = bytes(data), *passed
@@ -281,8 +295,24 @@ class _Builder:
         return chains
 
     def _columns(self) -> tuple[np.ndarray, np.ndarray]:
-        """Each token's class, int32 [vocab_size], and int32 [states, classes] where classes lead."""
-        groups = self._moving.astype(np.int64)  # tokens of a function, apart where other tokens are forced behind them
+        """Each token's class, int32 [vocab_size], and where classes lead, int32 [nodes, classes]."""
+        # Tokens of a group lead to the same nodes; so do some groups, which are then one class.
+        _, tokens, group_of = np.unique(self._groups(), return_index=True, return_inverse=True)
+        following = self._following(tokens)
+        nowhere = np.full((1, len(self._nodes)), -1, np.int32)
+        numbers = {nowhere.tobytes(): 0}
+        classes = np.array([numbers.setdefault(row.tobytes(), len(numbers)) for row in following], np.int32)
+        if len(numbers) * len(self._nodes) > MOST_ENTRIES:
+            raise NotCovered(f"it has more than {MOST_ENTRIES} entries")
+        _, first = np.unique(classes, return_index=True)
+        rows = following[first] if 0 in classes else np.concatenate([nowhere, following[first]])
+        return classes[group_of], np.ascontiguousarray(rows.T)
+
+    def _groups(self) -> np.ndarray:
+        """A group for each token, int64 [vocab_size]: tokens of a function, apart where other tokens are forced behind
+        them, or where they are forced themselves.
+        """
+        groups = self._moving.astype(np.int64)
         for forced in self._alike.values():
             for function, chains in forced.chains.items():
                 if (chains != chains[0]).any():
@@ -291,29 +321,25 @@ class _Builder:
                     groups[some] = groups.max() + 1 + np.unique(keys, return_inverse=True)[1]
         singles = np.array(sorted({token for place in self._nodes for token in place.forced}), np.int64)
         groups[singles] = groups.max() + 1 + np.arange(len(singles))
-        _, tokens, groups = np.unique(groups, return_index=True, return_inverse=True)
-        node_of = np.full((self._dead + 1,), -1, np.int32)
+        return groups
+
+    def _following(self, tokens: np.ndarray) -> np.ndarray:
+        """Where these tokens, one of each group, lead: int32 [tokens, nodes]; -1 where one may not follow."""
+        following = np.full((len(tokens), len(self._nodes)), -1, np.int32)
         plain = [place for place in self._nodes if not place.forced]
         states = np.array([place.state for place in plain])
         nodes = np.array([self._nodes[place] for place in plain])
+        node_of = np.full((self._dead + 1,), -1, np.int32)  # by state; none where bytes are forced
         node_of[states] = nodes
         behind = self._behind[self._moving[tokens]][:, states]
-        following = np.full((len(tokens), len(self._nodes)), -1, np.int32)
         following[:, nodes] = node_of[behind]
         forced_at = {state: forced for state, forced in self._forced.items() if forced is not None}
         for i, k in np.argwhere(np.isin(behind, list(forced_at))).tolist():
             state = int(behind[i, k])
             chain = int(forced_at[state].chains[self._moving[tokens[i]]][self._rank[tokens[i]]])
             following[i, nodes[k]] = self._nodes[self._places[state, chain]]
-        column = {int(token): i for i, token in enumerate(tokens.tolist())}
+        row_of = {int(token): i for i, token in enumerate(tokens.tolist())}
         for place, node in self._nodes.items():
             if place.forced:
-                following[column[place.forced[0]], node] = self._nodes[_Place(place.state, place.forced[1:])]
-        numbers = {np.full((len(self._nodes),), -1, np.int32).tobytes(): 0}
-        of_column = np.array([numbers.setdefault(row.tobytes(), len(numbers)) for row in following], np.int32)
-        if len(numbers) * len(self._nodes) > MOST_ENTRIES:
-            raise NotCovered(f"it has more than {MOST_ENTRIES} entries")
-        _, first = np.unique(of_column, return_index=True)
-        nowhere = np.full((1, len(self._nodes)), -1, np.int32)
-        columns = following[first] if 0 in of_column else np.concatenate([nowhere, following[first]])
-        return of_column[groups], np.ascontiguousarray(columns.T)
+                following[row_of[place.forced[0]], node] = self._nodes[_Place(place.state, place.forced[1:])]
+        return following

@@ -1,4 +1,4 @@
-"""Finite automata over bytes, as tables: what of a text matters for what may follow it.
+"""Deterministic finite automata over bytes. A text's state is all of it that matters for what may follow it.
 
 Whatever would get too large raises `NotCovered`: bounds count states, so that an expression of few bytes cannot take
 much time or memory.
@@ -31,7 +31,12 @@ class Automaton(NamedTuple):
     accepts: np.ndarray
 
     def intersection(self, other: "Automaton") -> "Automaton":
-        """What both accept. Raises NotCovered if it is too large, or nothing."""
+        """The texts that both accept, minimal. A state is a pair of theirs (product construction).
+
+        Raises:
+            NotCovered: it has too many states.
+            NothingMatches: no text is accepted by both.
+        """
         pairs = {(0, 0): 0}
         rows: list[np.ndarray] = []
         order = [(0, 0)]
@@ -51,13 +56,21 @@ class Automaton(NamedTuple):
 
 
 def minimal(following: np.ndarray, accepts: np.ndarray) -> Automaton:
-    """Without states that no text is completed from, and with those merged that the same texts complete.
+    """The minimal automaton: without states from which no text is completed, and with equivalent states merged.
 
-    States are told apart by sums of random numbers, which grow by one byte's reach a round; the result is checked.
+    following, accepts: as `Automaton.next` and `Automaton.accepts`, of any automaton that begins in state 0.
+
+    Moore's partition refinement: after each round, states are together if both accept or neither does, and each byte
+    leads them to states that were together before. A round compares hashes of 64 bits, not rows, so that numpy does it
+    for all states at once; at the end the rows are compared.
+
+    Raises:
+        NothingMatches: no text is accepted.
+        NotCovered: two hashes are equal by chance.
     """
     count = len(accepts)
-    columns, of_byte = distinct_columns(following)
-    columns = np.vstack([np.where(columns < 0, count, columns), np.full((1, columns.shape[1]), count)])
+    columns, of_byte = distinct_columns(following)  # bytes that lead everywhere to the same states, once
+    columns = np.vstack([np.where(columns < 0, count, columns), np.full((1, columns.shape[1]), count)])  # -1: a state
     alive = np.append(accepts, False)
     while (grown := alive | alive[columns].any(axis=1)).sum() > alive.sum():
         alive = grown
@@ -68,20 +81,20 @@ def minimal(following: np.ndarray, accepts: np.ndarray) -> Automaton:
     weights = random.integers(1 << 63, size=columns.shape[1], dtype=np.uint64) | np.uint64(1)
     marks = np.where(np.append(accepts, False), random.integers(1 << 63, dtype=np.uint64), np.uint64(0))
     marks[~alive] = np.uint64(1)
-    sums, num_groups = marks, 0
+    hashes, num_groups = marks, 0
     while True:
-        values, first, groups = np.unique(sums, return_index=True, return_inverse=True)
+        values, first, groups = np.unique(hashes, return_index=True, return_inverse=True)
         if len(values) == num_groups:
             break
         num_groups = len(values)
-        mixed = sums ^ (sums >> np.uint64(29))
-        sums = marks + (mixed[columns] * weights).sum(axis=1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        sums[~alive] = np.uint64(1)
+        mixed = hashes ^ (hashes >> np.uint64(29))
+        hashes = marks + (mixed[columns] * weights).sum(axis=1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        hashes[~alive] = np.uint64(1)
     ends = np.append(accepts, False)
     if (groups[columns] != groups[columns[first]][groups]).any() or (ends != ends[first][groups]).any():
-        raise NotCovered("two sums were equal by chance")
-    kept = first[alive[first]]
-    kept = np.concatenate([[first[groups[0]]], kept[kept != first[groups[0]]]])
+        raise NotCovered("two hashes of states were equal by chance")
+    kept = first[alive[first]]  # a state of each group
+    kept = np.concatenate([[first[groups[0]]], kept[kept != first[groups[0]]]])  # that of state 0 first
     numbers = np.full((num_groups,), -1, np.int32)
     numbers[groups[kept]] = np.arange(len(kept))
     return Automaton(numbers[groups[columns[kept]]][:, of_byte], accepts[kept])

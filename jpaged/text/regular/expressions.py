@@ -1,8 +1,8 @@
-"""What texts may be, as expressions, and their automata.
+"""Regular expressions as objects, and their automata.
 
 Text(b"ab") + CharSet(...) | Repeat(...)
-  |  a graph of nodes with edges for bytes (Thompson's)
-  |  its sets of nodes are states (subset construction)
+  |  Thompson's construction: a nondeterministic automaton, as a graph of nodes with edges for bytes
+  |  subset construction: sets of its nodes are states
 Automaton, minimal
 """
 
@@ -39,7 +39,7 @@ class Text(Expression):
 
 @dataclass(frozen=True)
 class CharSet(Expression):
-    """A character, in UTF-8, of these ranges of code points, each with its ends."""
+    """A character, in UTF-8, of these ranges of code points: (first, last)."""
 
     ranges: tuple[tuple[int, int], ...]
 
@@ -84,9 +84,9 @@ class Repeat(Expression):
 
 @dataclass(frozen=True, eq=False)
 class Within(Expression):
-    """What an automaton accepts, with some of its bytes written in another way.
+    """What an automaton accepts, with some of its bytes written in another way, such as JSON's escapes.
 
-    spellings: of these bytes; others are written as they are.
+    spellings: by byte, how it is written; others are written as they are. Empty: just the automaton as an expression.
     """
 
     automaton: Automaton
@@ -111,8 +111,9 @@ def compiled(expression: Expression) -> Automaton:
 
 
 class _Graph:
-    """Nodes by number. edges: of each node, a low and a high byte and the node behind them. free: of each node, those
-    that it is as well. It is built from the end: a part is told which node follows, and returns where it begins.
+    """A nondeterministic automaton, by number of node. edges: of each node, a low and a high byte and the node behind
+    them. free: of each node, those that it is as well (edges without a byte). It is built from the end: a part is told
+    which node follows, and returns where it begins.
     """
 
     def __init__(self) -> None:
@@ -131,7 +132,7 @@ class _Graph:
         """An expression before a node. One that is there twice, as what follows a part that may be missing, is added
         once.
         """
-        key = id(expression), end
+        key = id(expression), end  # equal ones may be deep, and slow to compare
         if key not in self._begins:
             self._begins[key] = self._add(expression, end)
         return self._begins[key]
@@ -231,6 +232,7 @@ def _utf8_ranges(low: int, high: int) -> list[list[tuple[int, int]]]:
 
 
 def _determined(graph: _Graph, start: int, end: int) -> Automaton:
+    """The minimal automaton of the texts that lead from a node to another one."""
     closures: dict[int, frozenset[int]] = {}
 
     def closure(node: int) -> frozenset[int]:

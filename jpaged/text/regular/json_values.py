@@ -72,7 +72,7 @@ class Literal(Value):
 
 @dataclass(frozen=True)
 class Number(Value):
-    """above, below: bounds that are excluded."""
+    """A number from minimum to maximum, both included, and between above and below, both excluded."""
 
     is_integer: bool
     minimum: float
@@ -84,7 +84,7 @@ class Number(Value):
 
 @dataclass(frozen=True)
 class String(Value):
-    """contents: all of which it must match."""
+    """A string of least to most characters. contents: all of which it must match."""
 
     least: int = 0
     most: int | None = None
@@ -93,6 +93,8 @@ class String(Value):
 
 @dataclass(frozen=True)
 class Array(Value):
+    """An array of least to most items. first: what its first items are. others: what those behind them are."""
+
     least: int
     most: int | None
     first: tuple[Value, ...]
@@ -101,7 +103,7 @@ class Array(Value):
 
 @dataclass(frozen=True)
 class Object(Value):
-    """required: names, in their order. additional: what other properties may be."""
+    """An object. required: names, in their order (a set that keeps it). additional: what other properties may be."""
 
     properties: Mapping[str, Value]
     required: Mapping[str, None]

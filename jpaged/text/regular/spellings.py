@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 _MOST_BYTES = 1 << 28
-"""Of what tokens and their beginnings do to all states."""
+"""Of the functions of tokens and of their beginnings."""
 
 
 class Spellings:
@@ -34,14 +34,16 @@ class Spellings:
             self._columns.append((tokens, data[starts[tokens] + place]))
 
     def moves(self, automaton: Automaton) -> tuple[np.ndarray, np.ndarray]:
-        """What tokens do to all states at once. Most do what others do, and so do their beginnings.
-
-        Raises NotCovered if there are too many functions.
+        """What tokens do to all states at once: functions from states to states. Tokens are spelled byte by byte. Many
+        have one function, as have many of their beginnings, and each is computed once.
 
         Returns:
-            int16 [functions, states]: the state behind tokens of a function; as many as states where they may not
+            int16 [functions, states]: the state behind tokens of a function; the number of states where they may not
                 follow. The first leads nowhere.
             int32 [vocab_size]: each token's function.
+
+        Raises:
+            NotCovered: there are too many functions.
         """
         count = len(automaton.accepts)
         steps, of_byte = distinct_columns(automaton.next)
