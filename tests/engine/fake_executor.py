@@ -118,8 +118,8 @@ def content_of(print_of_token: int, group: int) -> int:
 @dataclass
 class _Slot:
     """tables: a block table for each cache group. first_query: of the row that ran last. place: in the table of its
-    constraint. forgets: it was told of
-    another last token, and has not sampled since; the next body must be told again, or it takes it for `was_active`.
+    constraint. forgets: it was told of another last token, and has not sampled since; the next body must be told again,
+    or it takes it for `was_active`.
     """
 
     start: SlotStart

@@ -150,7 +150,7 @@ def test_tables_of_all_kinds_say_what_guides_do(following, params):
     assert len({mask.tobytes() for mask in table.masks}) == len(table.masks)
 
 
-def test_what_is_forced_depends_on_the_token_before():
+def test_forced_tokens_spell_what_is_forced_and_cannot_end_the_answer():
     following = Following(True)
     params = Structured(json=STRICT | {"properties": {"name": {"const": "x"}}, "required": ["name"]}, **COMPACT)
     table, grammar = following.table(params), following.grammar(params)

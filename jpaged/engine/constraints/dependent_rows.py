@@ -118,8 +118,10 @@ class DependentRows(ABC):
         """
         return True
 
-    def lets_go(self, request: Request) -> bool:
-        """Whether a request that may queue is an ordinary one from here on: the device knows how it goes on."""
+    def hand_over(self, request: Request) -> bool:
+        """Makes a request that may queue an ordinary one, whose rows wait for nothing, if the device can do for it what
+        this kind does. Returns whether it is one now.
+        """
         return False
 
     def admitted(self, group: Group) -> None:  # noqa: B027  # most kinds need not know
@@ -141,7 +143,7 @@ class DependentRows(ABC):
         self._is_ready[request.slot] = False
 
     def forgotten(self, group: Group) -> None:  # noqa: B027  # most kinds keep nothing
-        """All sequences of a request of this kind have ended."""
+        """All sequences of a request of this kind have ended, or it is an ordinary one from now on."""
 
     def collect(self) -> Confirmed | None:
         """Takes in what was made elsewhere; called before `prepare`. Returns tokens that `take` has held back, which
@@ -259,19 +261,19 @@ class Dependents:
         return self._kind_of.get(request.request_id)
 
     def forget(self, request: Request) -> None:
-        """The request has finished, or is of no kind any more."""
+        """The request has finished, or is an ordinary one from now on."""
         kind = self._kind_of.pop(request.request_id, None)
         if kind is not None:
             kind.forgotten(request.group)
 
     def may_queue(self, request: Request) -> bool:
-        """As `DependentRows.may_queue`; an ordinary request always may."""
+        """As `DependentRows.may_queue`; an ordinary request always may, and so may one that is handed over here."""
         kind = self._kind_of.get(request.request_id)
         if kind is None:
             return True
         if not kind.may_queue(request):
             return False
-        if kind.lets_go(request):
+        if kind.hand_over(request):
             self.forget(request)
         return True
 

@@ -16,9 +16,11 @@ from jpaged.api.structured_outputs import StructuredOutputsParams
 class Table(Protocol):
     """A constraint as a finite automaton over tokens; `jpaged.text.token_tables` makes them.
 
-    masks: uint32 [masks, words]. mask_of: int32 [states]; what may follow in each state. classes: int32 [vocabulary];
-    tokens that lead to the same states are of one class. next: int32 [states, classes]; -1 where a token may not
-    follow, or ends. start: where a sequence begins.
+    masks: uint32 [masks, words].
+    mask_of: int32 [states]; the mask of each state.
+    classes: int32 [vocabulary]; tokens that lead to the same state from every state are of one class.
+    next: int32 [states, classes], of at most 32,767 states; -1 where a token may not follow, or ends.
+    start: the state where a sequence begins, before any forced tokens.
     """
 
     @property
@@ -39,7 +41,8 @@ class Table(Protocol):
 class Grammar(Protocol):
     """A compiled constraint: first come its forced tokens, then one that its mask, uint32 [words], allows.
 
-    table: the same as an automaton, which forces its tokens one by one; None where there is none, or none yet.
+    table: the same as an automaton, in which each forced token is the only one allowed in its state; None where there
+        is none, or none yet.
     """
 
     forced: tuple[int, ...]

@@ -123,10 +123,10 @@ class ConstrainedRows(DependentRows):
         self._compiled[request.request_id] = future.result()
         return True
 
-    def lets_go(self, request: Request) -> bool:
-        """Whether the device follows the request's grammar by a table: it is there, and there is room for it."""
+    def hand_over(self, request: Request) -> bool:
+        """Has the device follow the request's grammar by its table, if that is there and there is room for it."""
         table, sampling = self._compiled[request.request_id].table, request.sampling
-        if table is None or sampling.ignore_eos or sampling.min_tokens:  # which have masks of their own
+        if table is None or sampling.ignore_eos or sampling.min_tokens:  # a table allows ends that these forbid
             return False
         members = request.group.members
         if any(table.follow(table.start, member.output_token_ids) < 0 for member in members):
@@ -219,7 +219,7 @@ class ConstrainedRows(DependentRows):
         self._ahead.left(slot)
 
     def forgotten(self, group: Group) -> None:
-        """All sequences of a request have ended."""
+        """All sequences of a request have ended, or the device follows them."""
         self._compiling.pop(group.members[0].request_id, None)
         self._compiled.pop(group.members[0].request_id, None)
         for member in group.members:

@@ -2,12 +2,14 @@
 
 A sequence whose constraint is a finite automaton over tokens needs nothing of the host between two tokens. Its row is
 an ordinary one: the device looks up what may follow at the slot's place, and the place that the sampled token leads to
-(`SlotStart.place`). The host follows only what it knows, to say where a sequence starts again after a preemption.
+(`SlotStart.place`). The host follows the known tokens of a sequence only when it starts, or starts again after a
+preemption, to say at which place.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,25 +17,34 @@ from jpaged.engine.constraints.following import Table
 from jpaged.engine.interface import NO_PLACE, TableLoad, TableRoom
 
 
+class Spans(NamedTuple):
+    """Where a table lies on the device: (first, behind the last) of each kind of what it takes (`TableRoom`)."""
+
+    numbers: tuple[int, int]
+    places: tuple[int, int]
+    masks: tuple[int, int]
+    entries: tuple[int, int]
+
+
 @dataclass(eq=False)
 class PlacedTable:
-    """A table that has a place on the device; as `sequences.request.Table`.
+    """A table that has room on the device; a `sequences.request.DeviceTable`.
 
-    spans: where its number, places, masks and entries lie, each first and behind the last. num_requests: that use it.
+    load: what the device has not been told yet. num_requests: that use it; with none it may make room for another.
     """
 
     table: Table
-    spans: tuple[tuple[int, int], ...]
+    spans: Spans
     load: TableLoad | None
     num_requests: int = 0
 
     def place_after(self, token_ids: np.ndarray | Sequence[int]) -> int:
-        """Where a sequence stands after these tokens of its answer."""
+        """The place of a sequence after these tokens of its output; NO_PLACE if they end it."""
         state = self.table.follow(self.table.start, np.asarray(token_ids).tolist())
-        return NO_PLACE if state < 0 else self.spans[1][0] + state
+        return NO_PLACE if state < 0 else self.spans.places[0] + state
 
     def take_load(self) -> TableLoad | None:
-        """What the device is to be told of it; once."""
+        """What the device is to be told of it: the table at the first call, None at others."""
         load, self.load = self.load, None
         return load
 
@@ -47,8 +58,8 @@ class Tables:
 
     def __init__(self, room: TableRoom) -> None:
         # Place 0 and mask 0 are those of rows without a table.
-        self._rooms = ((0, room.tables), (NO_PLACE + 1, room.states), (1, room.masks), (0, room.entries))
-        self._placed: OrderedDict[int, PlacedTable] = OrderedDict()  # by id; used last at the end
+        self._room = Spans((0, room.tables), (NO_PLACE + 1, room.states), (1, room.masks), (0, room.entries))
+        self._placed: OrderedDict[int, PlacedTable] = OrderedDict()  # by id of its table; least recently used first
 
     def place(self, table: Table) -> PlacedTable | None:
         """A table's place, for one more request; None if others that are in use leave no room for it."""
@@ -67,20 +78,20 @@ class Tables:
         placed.num_requests += 1
         return placed
 
-    def _spans(self, table: Table) -> tuple[tuple[int, int], ...] | None:
-        """Free room for a table, for which others that nobody uses go, those that were used longest ago first."""
+    def _spans(self, table: Table) -> Spans | None:
+        """Room for a table, or None. Tables that nobody uses make room, least recently used first."""
         sizes = 1, len(table.mask_of), len(table.masks), table.next.size
-        if any(size > end - begin for size, (begin, end) in zip(sizes, self._rooms, strict=True)):
+        if any(size > end - begin for size, (begin, end) in zip(sizes, self._room, strict=True)):
             return None
         while True:
             taken = [placed.spans for placed in self._placed.values()]
             spans = [
                 _first_fit(size, room, sorted(spans[i] for spans in taken))
-                for i, (size, room) in enumerate(zip(sizes, self._rooms, strict=True))
+                for i, (size, room) in enumerate(zip(sizes, self._room, strict=True))
             ]
             found = tuple(span for span in spans if span is not None)
             if len(found) == len(spans):
-                return found
+                return Spans(*found)
             unused = next((key for key, placed in self._placed.items() if not placed.num_requests), None)
             if unused is None:
                 return None
@@ -88,7 +99,7 @@ class Tables:
 
 
 def _first_fit(size: int, room: tuple[int, int], taken: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
-    """The first gap of a size between spans, which are in order; None if there is none."""
+    """The first gap of a size in the room, between spans that are taken, which are in order; None if there is none."""
     begin, last = room
     for first, end in (*taken, (last, last)):
         if first - begin >= size:

@@ -60,8 +60,8 @@ class Group(Protocol):
     def waiting(self) -> "Iterator[Request]": ...
 
 
-class Table(Protocol):
-    """What the device follows a constraint by; `constraints/tables.py` has them."""
+class DeviceTable(Protocol):
+    """What the device follows a constraint by; `constraints.tables.PlacedTable` says what each of these means."""
 
     def place_after(self, token_ids: np.ndarray) -> int: ...
 
@@ -161,7 +161,7 @@ class Request:
         streams = sampling.output_kind != RequestOutputKind.FINAL_ONLY and not sampling.ranks
         self.reports_each_token = streams or bool(sampling.stop)
         self.variant = _variant_of(sampling)
-        self.table: Table | None = None
+        self.table: DeviceTable | None = None
 
         self.index = 0
         self._group: Group | None = None
@@ -218,8 +218,8 @@ class Request:
         """Makes this one of the group's sequences, as `SequenceGroup.form` does with each of its members."""
         self._group = group
 
-    def follow(self, table: Table) -> None:
-        """Has the device follow its constraint from now on."""
+    def follow(self, table: DeviceTable) -> None:
+        """Has the device follow its constraint by this table from now on."""
         self.table, self.variant = table, max(self.variant, SamplingVariant.TABLE)
 
     @property

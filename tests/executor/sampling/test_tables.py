@@ -31,7 +31,7 @@ def test_tables_arrive_in_parts_and_lead_where_they_say():
             PART.fill(host, load, part)
             held = write(held, buffer)
     for one in placed:
-        table, first = one.table, one.spans[1][0]
+        table, first = one.table, one.spans.places[0]
         states = np.repeat(np.arange(len(table.mask_of)), VOCAB_SIZE)
         tokens = np.tile(np.arange(VOCAB_SIZE), len(table.mask_of))
         expected = table.next[states, table.classes[tokens]]
