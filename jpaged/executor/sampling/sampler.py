@@ -93,7 +93,7 @@ def sample(
     live: bool [R], of an engine that is batch_invariant: what sums or rounds is then computed in tiles of rows
         (`models.row_tiles`), and what comes out for other rows means nothing.
     allowed: uint32 [R, words]; what the tables of constraints allow each row (`tables.py`); needed by TABLE. MASKED and
-        FULL heed them if there are any, others do not.
+        FULL heed it beside `masks`, if it is given; others do not.
 
     Rows with a temperature below GREEDY_TEMPERATURE get the most likely token, the lowest id on ties. A row whose
     tokens all have a logit of minus infinity gets token 0.
