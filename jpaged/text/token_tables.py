@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 MOST_STATES = 8_192
 """Those of forced tokens included. The schema of `jpaged/bench/structured.py` has 4,391: 14 for each character that a
 string may have (between its bytes, or within its escapes), and 33 for each white space."""
+MOST_CLASSES = 32_768
+"""Their numbers are int16 on the device."""
 MOST_MASKS = 1_024
 """20 MB, with a vocabulary of 152,000 tokens. That schema has 941."""
 MOST_ENTRIES = 4_194_304
@@ -302,6 +304,8 @@ class _Builder:
         nowhere = np.full((1, len(self._nodes)), -1, np.int32)
         numbers = {nowhere.tobytes(): 0}
         classes = np.array([numbers.setdefault(row.tobytes(), len(numbers)) for row in following], np.int32)
+        if len(numbers) > MOST_CLASSES:
+            raise NotCovered(f"it has more than {MOST_CLASSES} classes of tokens")
         if len(numbers) * len(self._nodes) > MOST_ENTRIES:
             raise NotCovered(f"it has more than {MOST_ENTRIES} entries")
         _, first = np.unique(classes, return_index=True)

@@ -190,7 +190,7 @@ def test_what_is_not_regular_or_too_large_has_no_automaton(params):
         automaton_of(params)
 
 
-@pytest.mark.parametrize("bound", ["MOST_STATES", "MOST_MASKS", "MOST_ENTRIES"])
+@pytest.mark.parametrize("bound", ["MOST_STATES", "MOST_CLASSES", "MOST_MASKS", "MOST_ENTRIES"])
 def test_a_table_has_bounds(following, monkeypatch, bound):
     params = Structured(regex="[a-z]{3}")
     following.table(params)
