@@ -96,13 +96,13 @@ def test_a_table_leads_to_the_answers_that_the_host_leads_to(llm):
     params = [sampling(one, seed=i, max_tokens=60, **extra) for one in constraints for i, extra in enumerate(options)]
 
     def found():
-        before = llm.get_metrics().num_tabled
+        before = llm.get_metrics().num_requests_by_table
         outputs = llm.generate([PROMPT] * len(params), params, use_tqdm=False)
         every = [(one.token_ids, one.finish_reason, one.stop_reason) for output in outputs for one in output.outputs]
-        return every, llm.get_metrics().num_tabled - before
+        return every, llm.get_metrics().num_requests_by_table - before
 
-    of_host, num_tabled = found()
-    assert num_tabled < len(params)
+    of_host, num_requests_by_table = found()
+    assert num_requests_by_table < len(params)
     compiled = [llm.engine._grammars.compile(one).result() for one in constraints]
     ends = time.monotonic() + 60
     while any(grammar.table is None for grammar in compiled):

@@ -31,7 +31,7 @@ SCHEMA: dict[str, Any] = {
 }
 """Bounded strings and arrays, as of an application that files what its users write."""
 
-_COUNTED = ("num_steps", "num_tabled", "num_guesses", "num_kept_guesses")
+_COUNTED = ("num_steps", "num_requests_by_table", "num_guesses", "num_kept_guesses")
 _LONGEST_WAIT_S = 30.0
 
 
@@ -102,10 +102,10 @@ def measure_structured(llm: LLM, requests: list[BenchRequest], workload: Workloa
 def _wait_for_table(llm: LLM, prompt: list[int], params: SamplingParams) -> float | None:
     """Seconds until a request goes by the schema's table, from the end of the first run; None if none does so soon."""
     begun = time.perf_counter()
-    before = llm.get_metrics().num_tabled
+    before = llm.get_metrics().num_requests_by_table
     while time.perf_counter() - begun < _LONGEST_WAIT_S:
         llm.generate([prompt], [params], use_tqdm=False)
-        if llm.get_metrics().num_tabled > before:
+        if llm.get_metrics().num_requests_by_table > before:
             return time.perf_counter() - begun
     return None
 
@@ -134,7 +134,7 @@ def _until_the_last(outputs: list[RequestOutput], begun: float) -> dict[str, flo
 def structured_row(figure: dict, free_rate: float) -> str:
     """What is printed of `measure_structured`. free_rate: output tokens a second of the workload without a schema."""
     rate, last = figure["output_tokens_per_s"], figure["runs"][-1]
-    ended = f"{last['num_fulfilled']} ended by the schema, {last['num_tabled']} went by its table"
+    ended = f"{last['num_fulfilled']} ended by the schema, {last['num_requests_by_table']} went by its table"
     text = (
         f"{figure['name']}: {figure['num_constrained']} of {figure['num_prompts']} requests with a schema: {rate:,.0f} "
         f"output tokens/s, {rate / free_rate:.2f} of the rate without; {ended}"

@@ -26,7 +26,7 @@ class Counters:
     generated_tokens: int = 0
     num_guesses: int = 0
     num_kept_guesses: int = 0
-    num_tabled: int = 0
+    num_requests_by_table: int = 0
 
     def count_step(self, num_tokens: int, num_prefilled: int) -> None:
         """The host has read a step that computed so many tokens of prompts and returned so many new ones."""
@@ -59,7 +59,7 @@ class EngineStats:
     prefilled_tokens: tokens that steps computed without sampling each: of prompts, and of sequences computed again.
     num_guesses, num_kept_guesses: tokens of constrained sequences that were sampled before their masks were made, and
         those of them that the constraint allowed.
-    num_tabled: requests admitted whose constraint the device follows by itself.
+    num_requests_by_table: requests admitted whose constraint the device follows by itself.
     step_tokens: num_steps by the tokens that each prefilled and returned: those within each of `STEP_TOKENS_BOUNDS`,
         and above them.
     expert_load: tokens by expert, with `EngineArgs.expert_load`; None without.
@@ -93,7 +93,7 @@ class EngineStats:
     num_shared_prefix_steps: int
     num_guesses: int
     num_kept_guesses: int
-    num_tabled: int
+    num_requests_by_table: int
     step_tokens: tuple[int, ...]
     expert_load: ExpertLoad | None = None
     prefix_cache_state_misses: int = 0

@@ -43,7 +43,7 @@ _ENGINE_METRICS = {  # by field of EngineStats
         "counter",
         "Those of them that the constraint allowed.",
     ),
-    "num_tabled": (
+    "num_requests_by_table": (
         "constrained_requests_by_table",
         "counter",
         "Constrained requests whose constraint the device follows by itself.",

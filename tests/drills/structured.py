@@ -120,7 +120,7 @@ def main() -> None:
     seconds = time.monotonic() - begun
     print(
         f"{len(schemas)} schemas in {seconds:.0f} s: {len(schemas) - wrong - cut - unclear} valid, {cut} cut,"
-        f" {unclear} not validated, {wrong} wrong; {llm.get_metrics().num_tabled} went by tables"
+        f" {unclear} not validated, {wrong} wrong; {llm.get_metrics().num_requests_by_table} went by tables"
     )
     raise SystemExit(bool(wrong))
 

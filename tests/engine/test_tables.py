@@ -100,7 +100,7 @@ def test_rows_with_tables_wait_for_no_result_among_others_and_after_preemptions(
     assert_constrained(followed)
     assert_ordinary(ordinary)
     assert sum(start.table is not None for plan in engine.plans for start in plan.starts) == 3
-    assert engine.core.stats().num_tabled == 4
+    assert engine.core.stats().num_requests_by_table == 4
     engine.assert_idle()
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jpaged.api.errors import EngineDeadError
 from jpaged.engine.constraints.following import Table
 from jpaged.engine.interface import NO_PLACE, TableLoad, TableRoom
 
@@ -39,9 +40,11 @@ class PlacedTable:
     num_requests: int = 0
 
     def place_after(self, token_ids: np.ndarray | Sequence[int]) -> int:
-        """The place of a sequence after these tokens of its output; NO_PLACE if they end it."""
+        """The place of a sequence after these tokens of its output. Raises EngineDeadError if they may not come so."""
         state = self.table.follow(self.table.start, np.asarray(token_ids).tolist())
-        return NO_PLACE if state < 0 else self.spans.places[0] + state
+        if state < 0:
+            raise EngineDeadError("A sequence has tokens that its constraint's table does not allow.")
+        return self.spans.places[0] + state
 
     def take_load(self) -> TableLoad | None:
         """What the device is to be told of it: the table at the first call, None at others."""

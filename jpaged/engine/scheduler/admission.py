@@ -102,7 +102,7 @@ class Admission(SchedulerPart):
             sibling.status = RequestStatus.RUNNING
         if request.status == RequestStatus.WAITING:
             self._counters.prompt_tokens += request.prompt_len
-            self._counters.num_tabled += request.table is not None
+            self._counters.num_requests_by_table += request.table is not None
             request.stats.first_scheduled_time = time.monotonic()
             request.num_cached_tokens = num_computed
             if cache is not None:

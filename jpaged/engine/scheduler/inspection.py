@@ -32,7 +32,7 @@ class Inspection(SchedulerPart):
             num_shared_prefix_steps=counters.num_shared_prefix_steps,
             num_guesses=counters.num_guesses,
             num_kept_guesses=counters.num_kept_guesses,
-            num_tabled=counters.num_tabled,
+            num_requests_by_table=counters.num_requests_by_table,
             step_tokens=tuple(counters.step_tokens),
             num_preemptions=counters.num_preemptions,
             num_swap_preemptions=counters.num_swap_preemptions,

@@ -122,9 +122,10 @@ def sample(
             raise ValueError("SamplingVariant.TABLE needs what tables allow.")
         processed = _allowed_only(logits, allowed, collectives)
     elif variant == SamplingVariant.MASKED:
-        if masks is None:
+        mask = _masks_of(slots, state, masks, allowed)
+        if masks is None or mask is None:
             raise ValueError("SamplingVariant.MASKED needs masks.")
-        processed = _allowed_only(logits, _masks_of(slots, state, masks, allowed), collectives)
+        processed = _allowed_only(logits, mask, collectives)
     truncates = variant >= SamplingVariant.TRUNCATED
     if variant == SamplingVariant.MASKED:
         drawn = partial(_draw_and_rank, state=state, collectives=collectives, backend=backend)
@@ -203,8 +204,7 @@ def process_logits(
     extras = state.uses_extras[slots]
 
     words = jnp.where(extras[:, None], full.allowed[slots], np.uint32(0xFFFFFFFF))
-    if masks is not None:
-        mask = _masks_of(slots, state, masks, allowed)
+    if (mask := _masks_of(slots, state, masks, allowed)) is not None:
         has_any = jnp.any(words & mask, axis=1, keepdims=True)
         words = jnp.where(has_any, words & mask, mask)
     allowed_only = _allowed_only(logits, words, collectives)
@@ -368,10 +368,14 @@ def _most_likely(logits: jax.Array, collectives: Collectives) -> tuple[jax.Array
     return token_ids, sample_reference.is_finite(largest[:, 0])
 
 
-def _masks_of(slots: jax.Array, state: SamplingState, masks: jax.Array, allowed: jax.Array | None) -> jax.Array:
-    """What constraints allow these slots, uint32 [R, words]; all bits are set for those without. allowed: what tables
-    allow, uint32 [R, words]; a slot that follows one has no mask of its own.
+def _masks_of(
+    slots: jax.Array, state: SamplingState, masks: jax.Array | None, allowed: jax.Array | None
+) -> jax.Array | None:
+    """What constraints allow these slots, uint32 [R, words]; all bits are set for those without. None without any.
+    allowed: what tables allow, uint32 [R, words]; a slot that follows one has no mask of its own.
     """
+    if masks is None:
+        return allowed
     own = jnp.where(state.uses_mask[slots][:, None], masks[slots], np.uint32(0xFFFFFFFF))
     return own if allowed is None else own & allowed
 
