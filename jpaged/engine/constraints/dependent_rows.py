@@ -119,7 +119,9 @@ class DependentRows(ABC):
         return True
 
     def lets_go(self, request: Request) -> bool:
-        """Whether a request that may queue is an ordinary one from here on: the device knows how it goes on."""
+        """Whether a request that is about to get a slot is an ordinary one from here on: the device knows how it goes
+        on.
+        """
         return False
 
     def admitted(self, group: Group) -> None:  # noqa: B027  # most kinds need not know
@@ -267,13 +269,13 @@ class Dependents:
     def may_queue(self, request: Request) -> bool:
         """As `DependentRows.may_queue`; an ordinary request always may."""
         kind = self._kind_of.get(request.request_id)
-        if kind is None:
-            return True
-        if not kind.may_queue(request):
-            return False
-        if kind.lets_go(request):
+        return kind is None or kind.may_queue(request)
+
+    def let_go(self, request: Request) -> None:
+        """Makes a request that is about to get a slot an ordinary one, if its kind lets it go."""
+        kind = self._kind_of.get(request.request_id)
+        if kind is not None and kind.lets_go(request):
             self.forget(request)
-        return True
 
     def collect(self) -> list[Confirmed]:
         """As `DependentRows.collect`."""

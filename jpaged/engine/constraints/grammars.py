@@ -124,11 +124,15 @@ class ConstrainedRows(DependentRows):
         return True
 
     def lets_go(self, request: Request) -> bool:
-        """Whether the device follows the request's grammar by a table: it is there, and there is room for it."""
+        """Whether the device follows the request's grammar by a table: it is there, there is room for it, and the host
+        has not begun to follow the grammar.
+        """
         table, sampling = self._compiled[request.request_id].table, request.sampling
         if table is None or sampling.ignore_eos or sampling.min_tokens:  # which have masks of their own
             return False
         members = request.group.members
+        if any(member in self._sequences for member in members):
+            return False
         if any(table.follow(table.start, member.output_token_ids) < 0 for member in members):
             return False
         placed = self._tables.place(table)
