@@ -180,6 +180,16 @@ def test_tables_in_use_never_overlap_and_others_make_room():
     assert Tables(TableRoom(1, 3, 100, 1000)).place(Table(0, 9)) is None
 
 
+def test_a_table_that_has_no_room_beside_those_in_use_takes_none_from_others():
+    tables = Tables(TableRoom(tables=3, states=40, masks=100, entries=1000))
+    used, idle, large = (Table(seed, states) for seed, states in ((1, 20), (2, 5), (3, 30)))
+    unused = [tables.place(table) for table in (used, idle)][1]
+    unused.take_load()
+    unused.release()
+    assert tables.place(large) is None
+    assert tables.place(idle) is unused
+
+
 def test_a_table_is_sent_once_with_the_numbers_that_it_has_on_the_device():
     tables = Tables(TABLE_ROOM)
     first, second = (tables.place(Table(seed, 9)) for seed in (1, 2))
