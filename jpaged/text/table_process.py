@@ -17,6 +17,8 @@ import resource
 import select
 import signal
 import socket
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
@@ -62,7 +64,7 @@ class MadeTable(msgspec.Struct, array_like=True, tag=True):
 def serve_tables(sock: socket.socket, tokenizer: "LLTokenizer", vocabulary: Vocabulary) -> NoReturn:
     """Answers until the other end is closed."""
     try:
-        os.nice(_NICENESS)
+        _run_behind_others()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         spell, answers = None, mmap.mmap(-1, 1)
         while (frame := read_frame(sock)) is not None:
@@ -80,6 +82,18 @@ def serve_tables(sock: socket.socket, tokenizer: "LLTokenizer", vocabulary: Voca
                 write_frame(sock, msgspec.msgpack.encode(MadeTable(refusal=refusal)))
     finally:
         os._exit(0)
+
+
+def _run_behind_others() -> None:
+    """Gives all others, the engine's threads first, the cores that they want. For a process that leads no group.
+
+    Where Linux groups processes by session ("autogroup", the default), a niceness counts only within a session, and
+    each session has one of its own.
+    """
+    os.setsid()
+    os.nice(_NICENESS)
+    with suppress(OSError):  # it does not group them
+        Path("/proc/self/autogroup").write_text(f"{_NICENESS}")
 
 
 def _ended(child: int, sock: socket.socket) -> int:

@@ -57,13 +57,15 @@ class Grammars(MadeUpGrammars):
 
     def __init__(self, num_tables: int = 1) -> None:
         super().__init__()
-        self.tables = [Table(number, 7 + number) for number in range(num_tables)]
+        self.tables: list[Table | None] = [Table(number, 7 + number) for number in range(num_tables)]
+        self.compiled: list[MadeUpGrammar] = []
 
     def compile(self, params):
         kind, *number = params.regex.split()
         future: Future = Future()
         grammar = MadeUpGrammar()
         grammar.table = self.tables[int(number[0])] if kind == "table" else None
+        self.compiled.append(grammar)
         future.set_result(grammar)
         return future
 
@@ -124,8 +126,30 @@ def test_a_request_that_goes_on_from_tokens_that_its_table_does_not_allow_is_lef
     wrong = next(t for t in range(VOCAB_SIZE) if table.follow(table.start, [t]) < 0)
     engine.core.scheduler.add(again, [before.output_token_ids[:4]])
     engine.core.scheduler.add(other, [[wrong]])
+    engine.step()
     assert again.table is not None
     assert other.table is None
+
+
+def test_a_table_that_is_made_while_requests_wait_for_slots_serves_these():
+    grammars = Grammars()
+    table, grammars.tables = grammars.tables[0], [None]
+    engine = engine_of(grammars, max_num_seqs=2)
+    requests = [tabled(0, f"early {i}", 3, 9, n=1 + i % 2) for i in range(4)]
+    early, *late = requests
+    engine.add(*requests)
+    engine.step()
+    engine.preempt(early, "recompute")
+    for grammar in grammars.compiled:
+        grammar.table = table
+    engine.run(20_000)
+    assert early.table is None
+    assert_constrained(early)
+    assert [member.output_token_ids for request in late for member in request.group.members] == [
+        table.tokens_of(member) for request in late for member in request.group.members
+    ]
+    assert engine.core.stats().num_tabled == len(late)
+    engine.assert_idle()
 
 
 def test_tables_in_use_never_overlap_and_others_make_room():
@@ -155,6 +179,16 @@ def test_tables_in_use_never_overlap_and_others_make_room():
             assert spans[-1][1] <= end
     assert refused
     assert Tables(TableRoom(1, 3, 100, 1000)).place(Table(0, 9)) is None  # never fits
+
+
+def test_a_table_that_has_no_room_beside_those_in_use_takes_none_from_others():
+    tables = Tables(TableRoom(tables=3, states=40, masks=100, entries=1000))
+    used, idle, large = (Table(seed, states) for seed, states in ((1, 20), (2, 5), (3, 30)))
+    unused = [tables.place(table) for table in (used, idle)][1]
+    unused.take_load()
+    unused.release()
+    assert tables.place(large) is None
+    assert tables.place(idle) is unused
 
 
 def test_a_table_is_sent_once_with_the_numbers_that_it_has_on_the_device():

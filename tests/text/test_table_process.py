@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -88,6 +90,17 @@ def test_tables_that_were_made_first_make_room_for_others_and_come_again(compile
     for _ in range(4):
         first.begin(False)
     assert holds_soon(lambda: first.table is not None and second.table is None)
+
+
+def test_the_process_runs_behind_those_of_other_sessions(compiler):
+    grammar = begun(compiler, Structured(choice=["x", "y"]), 4)
+    assert holds_soon(lambda: grammar.table is not None)
+    pid = table_process(compiler)
+    assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0) + 10
+    assert os.getsid(pid) == pid
+    with suppress(FileNotFoundError):  # a system that groups no processes by session
+        if Path("/proc/sys/kernel/sched_autogroup_enabled").read_text() == "1\n":
+            assert Path(f"/proc/{pid}/autogroup").read_text().endswith("nice 10\n")
 
 
 def test_what_has_no_table_keeps_no_other_waiting(compiler):

@@ -119,8 +119,8 @@ class DependentRows(ABC):
         return True
 
     def hand_over(self, request: Request) -> bool:
-        """Makes a request that may queue an ordinary one, whose rows wait for nothing, if the device can do for it what
-        this kind does. Returns whether it is one now.
+        """Makes a request that is about to get a slot an ordinary one, whose rows wait for nothing, if the device can do
+        for it what this kind does. Returns whether it is one now.
         """
         return False
 
@@ -267,15 +267,15 @@ class Dependents:
             kind.forgotten(request.group)
 
     def may_queue(self, request: Request) -> bool:
-        """As `DependentRows.may_queue`; an ordinary request always may, and so may one that is handed over here."""
+        """As `DependentRows.may_queue`; an ordinary request always may."""
         kind = self._kind_of.get(request.request_id)
-        if kind is None:
-            return True
-        if not kind.may_queue(request):
-            return False
-        if kind.hand_over(request):
+        return kind is None or kind.may_queue(request)
+
+    def hand_over(self, request: Request) -> None:
+        """As `DependentRows.hand_over`."""
+        kind = self._kind_of.get(request.request_id)
+        if kind is not None and kind.hand_over(request):
             self.forget(request)
-        return True
 
     def collect(self) -> list[Confirmed]:
         """As `DependentRows.collect`."""

@@ -124,11 +124,15 @@ class ConstrainedRows(DependentRows):
         return True
 
     def hand_over(self, request: Request) -> bool:
-        """Has the device follow the request's grammar by its table, if that is there and there is room for it."""
+        """Has the device follow the request's grammar by its table, if that is there, there is room for it, and the host
+        has not begun to follow the grammar.
+        """
         table, sampling = self._compiled[request.request_id].table, request.sampling
         if table is None or sampling.ignore_eos or sampling.min_tokens:  # a table allows ends that these forbid
             return False
         members = request.group.members
+        if any(member in self._sequences for member in members):
+            return False
         if any(table.follow(table.start, member.output_token_ids) < 0 for member in members):
             return False
         placed = self._tables.place(table)

@@ -82,23 +82,27 @@ class Tables:
         return placed
 
     def _spans(self, table: Table) -> Spans | None:
-        """Room for a table, or None. Tables that nobody uses make room, least recently used first."""
+        """Room for a table, or None. Tables that nobody uses make room, least recently used first, unless those in use
+        leave none.
+        """
         sizes = 1, len(table.mask_of), len(table.masks), table.next.size
         if any(size > end - begin for size, (begin, end) in zip(sizes, self._room, strict=True)):
             return None
+        kept = self._placed.copy()
         while True:
-            taken = [placed.spans for placed in self._placed.values()]
+            taken = [placed.spans for placed in kept.values()]
             spans = [
                 _first_fit(size, room, sorted(spans[i] for spans in taken))
                 for i, (size, room) in enumerate(zip(sizes, self._room, strict=True))
             ]
             found = tuple(span for span in spans if span is not None)
             if len(found) == len(spans):
+                self._placed = kept
                 return Spans(*found)
-            unused = next((key for key, placed in self._placed.items() if not placed.num_requests), None)
+            unused = next((key for key, placed in kept.items() if not placed.num_requests), None)
             if unused is None:
                 return None
-            del self._placed[unused]
+            del kept[unused]
 
 
 def _first_fit(size: int, room: tuple[int, int], taken: Sequence[tuple[int, int]]) -> tuple[int, int] | None:

@@ -35,6 +35,7 @@ class WaitingRequests(SchedulerPart):
             state = (request, self._pool.num_releases + self._blocks.num_unreserved, registrations)
             if state == self._did_not_fit:
                 return
+            self._dependents.hand_over(request)  # only now: it may have waited until what it needs for that was there
             admitted = self._admission.admit(plan, request)
             if not admitted and request.swap is not None and not self._slots.num_used:
                 self._give_up_swap(request, request.swap)
