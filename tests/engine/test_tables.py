@@ -148,7 +148,7 @@ def test_a_table_that_is_made_while_requests_wait_for_slots_serves_these():
     assert [member.output_token_ids for request in late for member in request.group.members] == [
         table.tokens_of(member) for request in late for member in request.group.members
     ]
-    assert engine.core.stats().num_tabled == len(late)
+    assert engine.core.stats().num_requests_by_table == len(late)
     engine.assert_idle()
 
 

@@ -119,8 +119,8 @@ class DependentRows(ABC):
         return True
 
     def hand_over(self, request: Request) -> bool:
-        """Makes a request that is about to get a slot an ordinary one, whose rows wait for nothing, if the device can do
-        for it what this kind does. Returns whether it is one now.
+        """Makes a request that is about to get a slot an ordinary one, whose rows wait for nothing, if the device can
+        do for it what this kind does. Returns whether it is one now.
         """
         return False
 

@@ -124,8 +124,8 @@ class ConstrainedRows(DependentRows):
         return True
 
     def hand_over(self, request: Request) -> bool:
-        """Has the device follow the request's grammar by its table, if that is there, there is room for it, and the host
-        has not begun to follow the grammar.
+        """Has the device follow the request's grammar by its table, if that is there, there is room for it, and the
+        host has not begun to follow the grammar.
         """
         table, sampling = self._compiled[request.request_id].table, request.sampling
         if table is None or sampling.ignore_eos or sampling.min_tokens:  # a table allows ends that these forbid
