@@ -19,7 +19,7 @@ from jpaged.pallas_kernels.grouped_product.api import tile_height
 from jpaged.pallas_kernels.grouped_product.hopper_tiling import Tiling, pick_tiling
 from jpaged.pallas_kernels.grouped_product.tiles import END, FIRST, GROUP, RowGroups, RowTiles, most_tiles, plan_tiles
 from jpaged.pallas_kernels.registry import missing
-from tests.pallas_kernels.marks import ON_GPU, WITH_TRITON, needs_mosaic, needs_triton
+from tests.pallas_kernels.marks import ON_GPU, WITH_TRITON, needs_mosaic, needs_triton, on_gpu
 
 _ERROR = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1.5e-2}
 
@@ -304,6 +304,7 @@ def test_on_the_gpu_rows_of_uneven_groups_are_right_whatever_is_beside_them(rows
         assert jnp.isnan(other[others_end : others_end + int(sizes[bad])]).all()
 
 
+@on_gpu
 @pytest.mark.gpu
 def test_on_hopper_warpgroups_without_rows_keep_up_through_many_launches():
     """A warp of theirs that lagged behind by a whole ring of stages would wait for ever."""
