@@ -58,7 +58,8 @@ def measure_structured(llm: LLM, requests: list[BenchRequest], workload: Workloa
     begun = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)
     first_s = time.perf_counter() - begun
-    table_s = _wait_for_table(llm, prompts[0], params[is_constrained.index(True)])
+    constrained = [one for one, yes in zip(params, is_constrained, strict=True) if yes]  # of one request's half: none
+    table_s = _wait_for_table(llm, prompts[0], constrained[0]) if constrained else None
     timed: list[dict[str, Any]] = []
     rates = []
     for _ in range(runs):
