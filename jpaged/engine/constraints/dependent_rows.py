@@ -14,6 +14,7 @@ A kind of dependent rows is a subclass of `DependentRows`; a scheduler makes one
 
     group_of     say which requests are of the kind: `SequenceGroup.form(request)` for them, None for others
     may_queue    a request that needs something first, such as a compiled grammar, waits for it outside the queue
+    hand_over    a request whose rows the device can see to by itself becomes an ordinary one
     take         hand the new tokens to whatever makes the masks; return the rows, whose tokens are then stored,
                  reported and tested for their end like everybody's. Do not call `made_ready` before the mask is there:
                  half of the rows may be planned while the masks of the other half are being made

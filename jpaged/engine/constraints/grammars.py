@@ -1,5 +1,6 @@
 """Rows whose next token a grammar constrains: a kind of rows that wait for their last result.
 
+    hand_over     a grammar that has a table is the device's, and none of this is needed
     take          tokens -> maker      the host's cores make the masks, while other rows' steps run
     collect       guesses are checked  those that hold are stored and reported
     prepare       masks have come      rows are ready; what the grammar forces is appended, and computed as a chunk

@@ -1,7 +1,7 @@
 """Constraints that the device follows by itself: tables of which tokens may come at each place, and where they lead.
 
     a slot's place --mask_of--> its mask                         what the row may sample
-    place, token   --classes, rows, entries--> the next place    where it stands then
+    place, token   --classes, entries--> the next place          where it stands then
 
 Places, masks and entries of all tables lie in common arrays, as `engine/constraints/tables.py` lays them out. NO_PLACE
 is in no table: its mask allows all tokens, and all lead back to it.

@@ -48,8 +48,6 @@ class TablePart(NamedTuple):
 
     def fill(self, host: Mapping[str, np.ndarray], load: TableLoad, part: int) -> None:
         """Writes a table's part, counted from 0, into the fields of a new buffer."""
-        places, classes = load.entries.shape
-        first_entry = load.first_entry + classes * np.arange(places, dtype=np.int32)
         host["table"][...] = load.number
         values = (
             ("masks", load.masks.view(np.int32), load.first_mask, self.masks),
@@ -60,8 +58,9 @@ class TablePart(NamedTuple):
             some = array[part * most : (part + 1) * most]
             host["firsts"][i], host["counts"][i] = first + part * most, len(some)
             host[name][: len(some)] = some
-        some = first_entry[part * self.places : (part + 1) * self.places]
-        host["first_entry"][: len(some)] = some
+        places, classes = load.entries.shape
+        states = np.arange(part * self.places, min((part + 1) * self.places, places), dtype=np.int32)
+        host["first_entry"][: len(states)] = load.first_entry + classes * states
 
 
 def write_part(tables: GrammarTables, host: Mapping[str, Array]) -> GrammarTables:
