@@ -1,8 +1,10 @@
 """Answers under constraints, with the embedded model: each is what its constraint says, beside every other feature."""
 
+import gc
 import json
 import re
 import time
+import weakref
 from dataclasses import replace
 
 import jsonschema
@@ -160,6 +162,21 @@ def test_choices_grammars_and_white_space(llm, constraint, pattern):
     for answer in answers(llm, [sampling(constraint, temperature=t, seed=3) for t in (0.0, 1.0, ANYTHING)]):
         assert answer.finish_reason == "stop"
         assert re.fullmatch(pattern, answer.text, re.DOTALL)
+
+
+def test_an_engine_that_nobody_has_any_more_is_freed_at_once(llm):
+    """Its weights and KV pool can be gigabytes, and no collection visits what there was when an engine started."""
+    own = LLMEngine(EngineArgs(**DEMO_ENGINE, verbose=False), llm.engine.startup)
+    own.add_request("0", PROMPT, sampling(Structured(choice=["a", "b"]), max_tokens=9))
+    while own.has_unfinished_requests():
+        own.step()
+    gone = weakref.ref(own)
+    gc.disable()
+    try:
+        del own
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_any_json_object(llm):

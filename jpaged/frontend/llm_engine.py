@@ -435,13 +435,14 @@ class LLMEngine(RequestIntake, ExplainsMissing):
         return tokenizer
 
     def _grammar_tokenizer(self, directory: Path) -> Callable[[], GrammarTokenizer]:
-        """Gives the tokenizer for constraints, when it is first asked for."""
-        model, tokenizer, source = self.startup.model.config, self.tokenizer, self.args.tokenizer or directory
+        """Gives the tokenizer for constraints, when it is first asked for. It holds nothing of the engine: without a
+        cycle that is freed as soon as nobody has it.
+        """
+        vocab_size, eos_token_ids = self.startup.model.config.vocab_size, self._eos_token_ids
+        tokenizer, source = self.tokenizer, self.args.tokenizer or directory
         if tokenizer is not None:
-            return lambda: GrammarTokenizer.of(tokenizer, model.vocab_size, self._eos_token_ids)
-        return lambda: GrammarTokenizer.read(
-            source, lambda: Tokenizer.load(source), model.vocab_size, self._eos_token_ids
-        )
+            return lambda: GrammarTokenizer.of(tokenizer, vocab_size, eos_token_ids)
+        return lambda: GrammarTokenizer.read(source, lambda: Tokenizer.load(source), vocab_size, eos_token_ids)
 
     def _prefix(self, prompt: Prompt, cache_salt: str | None) -> tuple[np.ndarray, str | None]:
         """A prompt's tokens, int32 [n], and its salt."""
