@@ -71,7 +71,7 @@ class CacheGroup:
 
 
 class TableRoom(NamedTuple):
-    """What the device has room for, of all constraints together that it follows by tables (`TableLoad`).
+    """What there is room for of constraints that the device follows by tables (`TablePart`).
 
     tables: constraints. states: of their automata; each has a place. masks: with a bit for every token. entries: next
     states, by state and class of tokens.
@@ -84,34 +84,39 @@ class TableRoom(NamedTuple):
 
 
 TABLE_ROOM = TableRoom(tables=64, states=3 << 13, masks=3 << 10, entries=3 << 22)
-"""103 MB with a vocabulary of 152,000 tokens: as much as three of the largest tables take."""
+"""On the device, for all constraints together. 103 MB with a vocabulary of 152,000 tokens: as much as three of the
+largest tables take."""
+PART_ROOM = TableRoom(tables=1, states=1 << 10, masks=1 << 4, entries=1 << 16)
+"""In a `TablePart`."""
 NO_PLACE = 0
 """The place of a slot that follows no table. Its mask, number 0, allows all tokens, and all lead back to it."""
 
 
 @dataclass(frozen=True, slots=True)
-class TableLoad:
-    """A constraint as a finite automaton over tokens, for the device, which follows it without the host.
+class TablePart:
+    """Some of a constraint as a finite automaton over tokens, for the device, which follows it without the host.
 
     The tables on the device lie in common arrays of places, masks and entries (`TableRoom`). State s of this one is
-    place first_place + s, its mask m is mask first_mask + m, and its entries begin at first_entry, row by row. No other
-    table that a slot follows overlaps it.
+    place first_place + s. No other table that a slot follows overlaps it. A part has at most `PART_ROOM` of each.
 
     number: of the table, below `TableRoom.tables`.
-    classes: int32 [vocabulary]; tokens that lead to the same state from every state are of one class.
-    mask_of: int32 [states]; the mask of each state, counted from the device's first.
-    masks: uint32 [masks, ceil(vocabulary / 32)]; bit v % 32 of word v // 32 is set for token v.
-    entries: int16 [states, classes]; the state, counted from this table's first, that a token of a class leads to; -1
-        where it may not follow, or ends the sequence.
+    classes: int32 [vocabulary]; tokens that lead to the same state from every state are of one class. None where an
+        earlier part had them.
+    masks: uint32 [m, ceil(vocabulary / 32)]; bit v % 32 of word v // 32 is set for token v. masks_at: where they go.
+    mask_of, entries_of: int32 [p]; by place, its mask, and the first of its entries. places_at: where they go.
+    entries: int16 [e]; by place and class, the state that a token of the class leads to, counted from this table's
+        first; -1 where it may not follow, or ends the sequence. entries_at: where they go.
     """
 
     number: int
     first_place: int
-    first_mask: int
-    first_entry: int
-    classes: np.ndarray
-    mask_of: np.ndarray
+    classes: np.ndarray | None
+    masks_at: int
     masks: np.ndarray
+    places_at: int
+    mask_of: np.ndarray
+    entries_of: np.ndarray
+    entries_at: int
     entries: np.ndarray
 
 
@@ -128,8 +133,8 @@ class SlotStart:
     bad_words_token_ids: token sequences whose last token is never sampled after the others.
     place: where it stands, after the output's known tokens, in its constraint's table, which the device follows from
         there; NO_PLACE if it has no constraint, or the host follows it. While a slot with a place samples, plans have
-        variant TABLE, MASKED or FULL, and none has a mask for it.
-    table: that table, if the device does not have it yet. It is written before any slot of the plan starts.
+        variant TABLE, MASKED or FULL, and none has a mask for it. All parts of the table come with the plan of the
+        start or before it.
     """
 
     slot: int
@@ -143,7 +148,6 @@ class SlotStart:
     stop_token_ids: tuple[int, ...]
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     place: int = NO_PLACE
-    table: TableLoad | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,10 +208,11 @@ def _no_table_updates() -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One iteration. The executor writes the tables of starts, then applies ends, swap-outs, starts, beams, masks,
+    """One iteration. The executor writes the parts of tables, then applies ends, swap-outs, starts, beams, masks,
     swap-ins, copies and table updates in this order, state loads before beams, then runs the rows, and saves states
     last.
 
+    table_parts: of constraints that slots follow, in this plan or later.
     ends: int32 [e]; slots to deactivate because the host says so (abort, stop string, preemption). A slot the
         device stopped itself needs no entry. A slot may end and start anew in one plan.
     swap_outs, swap_ins: blocks that go to host memory, and that come back from there.
@@ -248,6 +253,7 @@ class StepPlan:
 
     step_id: int
     variant: SamplingVariant
+    table_parts: tuple[TablePart, ...] = ()
     ends: np.ndarray = field(default_factory=no_rows)
     starts: tuple[SlotStart, ...] = ()
     swap_outs: tuple[HostCopy, ...] = ()

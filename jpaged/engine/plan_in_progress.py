@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jpaged.engine.interface import NO_PLACE, Chunk, HostCopy, SlotStart
+from jpaged.engine.interface import NO_PLACE, Chunk, HostCopy, SlotStart, TablePart
 from jpaged.engine.sequences.request import Request
 
 NO_BLOCKS = np.zeros((0,), np.int32)
@@ -16,6 +16,7 @@ class PlanInProgress:
 
     budget: tokens that the step has room for yet.
     kinds: numbers of the kinds of dependent rows (`constraints/dependent_rows.py`) that have rows in it.
+    table_parts: as of `StepPlan`.
     beams: (slot, parent slot, token) each; for `StepPlan.beams`.
     table_updates: int32 [u, 4] each, as `StepPlan.table_updates`.
     mask_slots, masks, mask_tokens, mask_backs, has_run_ahead, run_ahead: for those of `StepPlan`.
@@ -26,6 +27,7 @@ class PlanInProgress:
     step_id: int
     budget: int
     kinds: set[int] = field(default_factory=set)
+    table_parts: list[TablePart] = field(default_factory=list)
     starts: list[SlotStart] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     swap_ins: list[HostCopy] = field(default_factory=list)
@@ -56,5 +58,4 @@ def slot_start(request: Request, token_ids: np.ndarray, block_ids: np.ndarray, n
         stop_token_ids=request.stop_token_ids if request.group.device_tests_stop_tokens else (),
         bad_words_token_ids=request.bad_words_token_ids,
         place=NO_PLACE if request.table is None else request.table.place_after(token_ids[request.prompt_len :]),
-        table=None if request.table is None else request.table.take_load(),
     )

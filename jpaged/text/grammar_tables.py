@@ -13,13 +13,13 @@ import numpy as np
 
 from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.text.frames import read_frame, write_frame
-from jpaged.text.table_process import MadeTable, MakeTable
+from jpaged.text.table_process import DTYPES, MadeTable, MakeTable
 from jpaged.text.token_tables import TokenTable
 
 log = logging.getLogger("jpaged.engine")
 
 MOST_BYTES = 512 * 2**20
-"""Of host memory for tables: fifteen of them as large as that of `jpaged/bench/structured.py`, or hundreds of usual
+"""Of host memory for tables: twenty of them as large as that of `jpaged/bench/structured.py`, or hundreds of usual
 ones.
 """
 
@@ -99,7 +99,7 @@ def _made(sock: socket.socket, params: StructuredOutputsParams) -> TokenTable | 
         log.debug("A constraint is followed token by token: %s.", told.refusal)
         return None
     masks, mask_of, classes, following = (
-        _array(sock, shape, np.int32 if i else np.uint32) for i, shape in enumerate(told.shapes)
+        _array(sock, shape, dtype) for shape, dtype in zip(told.shapes, DTYPES, strict=True)
     )
     return TokenTable(masks, mask_of, classes, following, told.start)
 

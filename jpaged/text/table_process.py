@@ -41,6 +41,8 @@ MOST_SECONDS = 20
 space, where much is forced behind strings, 12."""
 _MOST_WAITED_S = 300
 """By the clock: at this priority, a busy machine may give it little time of a core."""
+DTYPES = np.uint32, np.int32, np.int32, np.int16
+"""Of a `TokenTable`'s arrays, in order."""
 _NICENESS = 10
 _TURN_MS = 20.0
 
@@ -52,7 +54,7 @@ class MakeTable(msgspec.Struct, array_like=True, tag=True):
 
 
 class MadeTable(msgspec.Struct, array_like=True, tag=True):
-    """The answer. The arrays of a `TokenTable` follow, of these shapes, the first of uint32, the others of int32.
+    """The answer. The arrays of a `TokenTable` follow, of these shapes and of `DTYPES`.
     refusal: why there is no table, or empty.
     """
 

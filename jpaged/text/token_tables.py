@@ -38,7 +38,7 @@ MOST_CLASSES = 32_768
 MOST_MASKS = 1_024
 """20 MB, with a vocabulary of 152,000 tokens. That schema has 941."""
 MOST_ENTRIES = 4_194_304
-"""Of `next`: 16 MB. That schema has 3.4 million."""
+"""Of `next`: 8 MB. That schema has 3.4 million."""
 _MOST_ARRIVALS = 8_192
 """So many tokens in all, drawn at random, lead to states that are compared with llguidance, or two to each state if
 those are more. To try all tokens from all states would take minutes; small tables have no more than this anyway."""
@@ -53,7 +53,7 @@ class TokenTable(NamedTuple):
     mask_of: int32 [states]; the mask under which a sequence samples in a state. End-of-sequence tokens are allowed by
         it alone: they lead nowhere.
     classes: int32 [vocab_size]; tokens that lead to the same states from everywhere are one class. Class 0: nowhere.
-    next: int32 [states, classes]; the state behind a token of a class; -1 where it may not follow.
+    next: int16 [states, classes]; the state behind a token of a class; -1 where it may not follow.
     start: where a sequence begins, before the first forced tokens.
     """
 
@@ -297,7 +297,7 @@ class _Builder:
         return chains
 
     def _columns(self) -> tuple[np.ndarray, np.ndarray]:
-        """Each token's class, int32 [vocab_size], and where classes lead, int32 [nodes, classes]."""
+        """Each token's class, int32 [vocab_size], and where classes lead, int16 [nodes, classes]."""
         # Tokens of a group lead to the same nodes; so do some groups, which are then one class.
         _, tokens, group_of = np.unique(self._groups(), return_index=True, return_inverse=True)
         following = self._following(tokens)
@@ -310,7 +310,7 @@ class _Builder:
             raise NotCovered(f"it has more than {MOST_ENTRIES} entries")
         _, first = np.unique(classes, return_index=True)
         rows = following[first] if 0 in classes else np.concatenate([nowhere, following[first]])
-        return classes[group_of], np.ascontiguousarray(rows.T)
+        return classes[group_of], np.ascontiguousarray(rows.T, np.int16)
 
     def _groups(self) -> np.ndarray:
         """A group for each token, int64 [vocab_size]: tokens of a function, apart where other tokens are forced behind

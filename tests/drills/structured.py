@@ -61,7 +61,7 @@ def accepted(llm: LLM, schemas: list[Any]) -> list[Any]:
 
 
 def make_tables(llm: LLM, params: list[SamplingParams]) -> None:
-    """Has tables of all constraints made that have one; ends when no more have come for a while."""
+    """Has all tables made that can be, until no more come for a while, and gives them to the device."""
     shortest = [replace(one, max_tokens=1) for one in params for _ in range(_TIMES)]
     llm.generate(["Once"] * len(shortest), shortest, use_tqdm=False)
     grammars = [llm.engine._grammars.compile(one.structured_outputs).result() for one in params]
@@ -70,6 +70,9 @@ def make_tables(llm: LLM, params: list[SamplingParams]) -> None:
         time.sleep(0.1)
         now = sum(grammar.table is not None for grammar in grammars)
         found, since = now, time.monotonic() if now > found else since
+    for one, grammar in zip(params, grammars, strict=True):
+        if grammar.table is not None:  # a request that runs alone brings the whole table
+            llm.generate(["Once"], replace(one, max_tokens=1), use_tqdm=False)
 
 
 def main() -> None:

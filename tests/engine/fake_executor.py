@@ -28,6 +28,7 @@ from jpaged.engine.interface import (
     NO_TOKEN,
     NULL_BLOCK,
     NUM_RANKED,
+    PART_ROOM,
     SWAP_CHUNK_BLOCKS,
     FinishCode,
     Logprobs,
@@ -35,6 +36,7 @@ from jpaged.engine.interface import (
     SlotStart,
     StepPlan,
     StepResult,
+    TablePart,
     TargetScores,
 )
 
@@ -151,6 +153,35 @@ class FakeHandle:
         return self.computed
 
 
+class FakeTables:
+    """The tables of constraints, by the numbers that they have on the device. places: (mask, first entry, table)."""
+
+    def __init__(self) -> None:
+        self.places: dict[int, tuple[int, int, int]] = {}
+        self._masks: dict[int, np.ndarray] = {}
+        self._entries: dict[int, int] = {}
+        self._tables: dict[int, tuple[int, np.ndarray]] = {}  # first place, classes
+
+    def write(self, part: TablePart) -> None:
+        sizes = len(part.mask_of), len(part.masks), len(part.entries)
+        assert all(size <= room for size, room in zip(sizes, PART_ROOM[1:], strict=True))
+        if part.classes is not None:
+            self._tables[part.number] = part.first_place, part.classes
+        self._masks.update(enumerate(part.masks, part.masks_at))
+        self._entries.update(enumerate(part.entries.tolist(), part.entries_at))
+        for i, (mask, first) in enumerate(zip(part.mask_of.tolist(), part.entries_of.tolist(), strict=True)):
+            self.places[part.places_at + i] = mask, first, part.number
+
+    def mask_at(self, place: int) -> np.ndarray:
+        return self._masks[self.places[place][0]]
+
+    def next_place(self, place: int, token: int) -> int:
+        _, first_entry, number = self.places[place]
+        first_place, classes = self._tables[number]
+        state = self._entries[first_entry + int(classes[token])]
+        return NO_PLACE if state < 0 else first_place + state
+
+
 class FakeExecutor:
     """Args:
     on_execute: called with each plan as it is dispatched.
@@ -184,7 +215,7 @@ class FakeExecutor:
         self._run_ahead: set[int] = set()
         self.num_run_ahead = 0
         self._snapshots: dict[int, int] = {}
-        self._grammars: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}  # by place: mask, classes, entries
+        self._tables = FakeTables()
         self._content = np.zeros((config.num_blocks, config.block_size), np.int64)
 
     def execute(self, plan: StepPlan) -> FakeHandle:
@@ -210,12 +241,8 @@ class FakeExecutor:
             assert 0 < len(out.block_ids) <= SWAP_CHUNK_BLOCKS
             assert 0 <= out.chunk < self.config.num_swap_chunks
             self._host[out.chunk] = self._content[out.block_ids].copy()
-        for start in plan.starts:
-            if (table := start.table) is not None:
-                for i, (mask, entries) in enumerate(zip(table.mask_of, table.entries, strict=True)):
-                    places = np.where(entries < 0, NO_PLACE, entries + np.int32(table.first_place))
-                    mine = table.masks[mask - table.first_mask], table.classes, places
-                    self._grammars[table.first_place + i] = mine
+        for part in plan.table_parts:
+            self._tables.write(part)
         for start in plan.starts:
             self._start(start)
         self._load_states(plan)
@@ -373,7 +400,7 @@ class FakeExecutor:
         assert len(start.block_ids) == len(self.config.cache_groups)
         self._slots[start.slot] = _Slot(start, tokens, prints, start.block_ids.tolist(), start.num_computed_tokens)
         self._slots[start.slot].place = start.place
-        assert start.place == NO_PLACE or start.place in self._grammars, "a slot starts in a table that is not there"
+        assert start.place == NO_PLACE or start.place in self._tables.places, "its table is not there"
 
     def _write_decode(self, state: _Slot) -> None:
         state.first_query = state.num_computed
@@ -475,9 +502,8 @@ class FakeExecutor:
     def _sample_row(self, state: _Slot, logprobs: Logprobs | None, place: tuple[int, int]) -> int:
         token = next_token(state.prints[-1], state.start.seed, len(state.tokens))
         if state.start.place != NO_PLACE:
-            mask, classes, entries = self._grammars[state.place]
-            token = allowed_token(token, mask)
-            state.place = int(entries[classes[token]])
+            token = allowed_token(token, self._tables.mask_at(state.place))
+            state.place = self._tables.next_place(state.place, token)
         elif state.start.sampling.structured_outputs is not None:
             assert state.mask is not None, "a constrained row runs without a mask"
             state.ranked = ranked_tokens(token, state.mask)

@@ -2,7 +2,7 @@
 
 from concurrent.futures import Future
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -11,8 +11,8 @@ from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.engine.constraints.grammars import ConstrainedRows
 from jpaged.engine.constraints.searches import Searches
 from jpaged.engine.constraints.tables import Tables
-from jpaged.engine.interface import TABLE_ROOM, SamplingVariant, TableRoom
-from tests.engine.fake_executor import VOCAB_SIZE, allowed_token, fingerprint, next_token
+from jpaged.engine.interface import NO_PLACE, TABLE_ROOM, SamplingVariant, TableRoom
+from tests.engine.fake_executor import VOCAB_SIZE, FakeTables, allowed_token, fingerprint, next_token
 from tests.engine.helpers import Engine, make_request
 from tests.engine.helpers import assert_complete as assert_ordinary
 from tests.engine.test_constrained_rows import MadeUpGrammar, MadeUpGrammars, assert_constrained
@@ -26,7 +26,7 @@ class Table:
         self.classes = rng.integers(0, classes, VOCAB_SIZE).astype(np.int32)
         may_follow = rng.random((states, classes)) < 0.6
         may_follow[np.arange(states), self.classes[rng.integers(0, VOCAB_SIZE, states)]] = True
-        self.next = np.where(may_follow, rng.integers(0, states, (states, classes)), -1).astype(np.int32)
+        self.next = np.where(may_follow, rng.integers(0, states, (states, classes)), -1).astype(np.int16)
         bits = np.zeros((states, 32 * -(-VOCAB_SIZE // 32)), np.bool_)
         bits[:, :VOCAB_SIZE] = may_follow[:, self.classes]
         masks = np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
@@ -91,7 +91,7 @@ def test_rows_with_tables_wait_for_no_result_among_others_and_after_preemptions(
         engine.step()
     assert engine.core.scheduler.num_in_flight == 2
     assert {plan.variant for plan in engine.plans} == {SamplingVariant.TABLE}
-    assert [start.table.number for plan in engine.plans for start in plan.starts if start.table] == [0, 1, 2]
+    assert [part.number for plan in engine.plans for part in plan.table_parts] == [0, 1, 2]
     engine.preempt(requests[1], "recompute")
     engine.preempt(requests[2], "recompute")
     engine.add(followed, ordinary)
@@ -101,7 +101,7 @@ def test_rows_with_tables_wait_for_no_result_among_others_and_after_preemptions(
             assert member.output_token_ids == grammars.tables[i % 3].tokens_of(member)
     assert_constrained(followed)
     assert_ordinary(ordinary)
-    assert sum(start.table is not None for plan in engine.plans for start in plan.starts) == 3
+    assert sum(len(plan.table_parts) for plan in engine.plans) == 3
     assert engine.core.stats().num_requests_by_table == 4
     engine.assert_idle()
 
@@ -152,6 +152,32 @@ def test_a_table_that_is_made_while_requests_wait_for_slots_serves_these():
     engine.assert_idle()
 
 
+def test_others_go_on_while_the_device_gets_a_table_in_parts(monkeypatch):
+    monkeypatch.setattr("jpaged.engine.constraints.tables.PART_ROOM", TableRoom(1, 2, 1, 9))
+    grammars = Grammars()
+    engine = engine_of(grammars)
+    requests = [make_request("ordinary", 4, 60), *(tabled(0, f"tabled {i}", 3, 9) for i in range(3))]
+    for request in requests:
+        engine.add(request)
+        engine.step()
+    engine.run(20_000)
+    ordinary, first, second, third = requests
+    assert (first.table, second.table) == (None, None)
+    assert third.table is not None
+    assert third.output_token_ids == grammars.tables[0].tokens_of(third)
+    assert_constrained(first)
+    assert_constrained(second)
+    assert_ordinary(ordinary)
+    sent = [len(plan.table_parts) for plan in engine.plans]
+    assert [count for count in sent if count] == [4, 2]
+    alone = engine_of(Grammars())
+    alone.add(request := tabled(0, "alone", 3, 9), other := tabled(0, "other", 3, 9))
+    alone.run(20_000)
+    assert [len(plan.table_parts) for plan in alone.plans][:2] == [6, 0]
+    assert request.output_token_ids == grammars.tables[0].tokens_of(request)
+    assert other.table is not None
+
+
 def test_tables_in_use_never_overlap_and_others_make_room():
     rng = np.random.default_rng()
     room = TableRoom(tables=5, states=60, masks=30, entries=260)
@@ -169,6 +195,7 @@ def test_tables_in_use_never_overlap_and_others_make_room():
         if placed is None:
             assert in_use
             continue
+        placed.hold()
         in_use.append(placed)
         distinct = list({id(one): one for one in in_use}.values())
         bounds = (0, room.tables), (1, room.states), (1, room.masks), (0, room.entries)
@@ -184,21 +211,29 @@ def test_tables_in_use_never_overlap_and_others_make_room():
 def test_a_table_that_has_no_room_beside_those_in_use_takes_none_from_others():
     tables = Tables(TableRoom(tables=3, states=40, masks=100, entries=1000))
     used, idle, large = (Table(seed, states) for seed, states in ((1, 20), (2, 5), (3, 30)))
-    unused = [tables.place(table) for table in (used, idle)][1]
-    unused.take_load()
-    unused.release()
+    tables.place(used).hold()
+    unused = tables.place(idle)
     assert tables.place(large) is None
     assert tables.place(idle) is unused
 
 
-def test_a_table_is_sent_once_with_the_numbers_that_it_has_on_the_device():
-    tables = Tables(TABLE_ROOM)
+def test_a_table_is_sent_once_with_the_numbers_that_it_has_on_the_device(monkeypatch):
+    monkeypatch.setattr("jpaged.engine.constraints.tables.PART_ROOM", TableRoom(1, 4, 3, 7))
+    tables, device = Tables(TABLE_ROOM), FakeTables()
     first, second = (tables.place(Table(seed, 9)) for seed in (1, 2))
-    load = second.take_load()
-    assert second.take_load() is None
-    assert first.take_load() is not None
-    table = second.table
-    np.testing.assert_array_equal(load.masks[load.mask_of - load.first_mask], table.masks[table.mask_of])
-    np.testing.assert_array_equal(load.entries, table.next)
-    assert second.place_after([]) == load.first_place + table.start
-    assert first.spans.places[1] <= load.first_place
+    some = tables.take_parts(2)
+    assert not first.is_sent
+    while parts := tables.take_parts(3):
+        assert len(parts) <= 3
+        some += parts
+    assert first.is_sent
+    assert second.is_sent
+    for part in some:
+        device.write(part)
+    table, begin = second.table, second.spans.places[0]
+    assert second.place_after([]) == begin + table.start
+    for state, tokens in product(range(9), range(VOCAB_SIZE)):
+        assert device.mask_at(begin + state).tolist() == table.masks[table.mask_of[state]].tolist()
+        following = table.follow(state, [tokens])
+        assert device.next_place(begin + state, tokens) == (NO_PLACE if following < 0 else begin + following)
+    assert first.spans.places[1] <= begin

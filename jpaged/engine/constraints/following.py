@@ -19,7 +19,7 @@ class Table(Protocol):
     masks: uint32 [masks, words].
     mask_of: int32 [states]; the mask of each state.
     classes: int32 [vocabulary]; tokens that lead to the same state from every state are of one class.
-    next: int32 [states, classes], of at most 32,767 states; -1 where a token may not follow, or ends.
+    next: int16 [states, classes]; -1 where a token may not follow, or ends.
     start: the state where a sequence begins, before any forced tokens.
     """
 

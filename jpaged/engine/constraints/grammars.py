@@ -51,6 +51,8 @@ _RUNNING = int(FinishCode.RUNNING)
 _NO_SLOTS = np.zeros((0,), np.int64)
 _WAIT_S = 0.0002
 """The longest wait for a mask or a grammar before the engine looks for new requests."""
+_PARTS_OF_PLAN = 4
+"""Parts of tables beside which others run: 2 MB, with a vocabulary of 152,000 tokens."""
 
 
 class ConstrainedRows(DependentRows):
@@ -124,9 +126,9 @@ class ConstrainedRows(DependentRows):
         self._compiled[request.request_id] = future.result()
         return True
 
-    def hand_over(self, request: Request) -> bool:
+    def hand_over(self, request: Request, are_others: bool) -> bool:
         """Has the device follow the request's grammar by its table, if that is there, there is room for it, and the
-        host has not begun to follow the grammar.
+        host has not begun to follow the grammar. Not if others would have to wait until the device has all parts of it.
         """
         table, sampling = self._compiled[request.request_id].table, request.sampling
         if table is None or sampling.ignore_eos or sampling.min_tokens:  # a table allows ends that these forbid
@@ -137,8 +139,9 @@ class ConstrainedRows(DependentRows):
         if any(table.follow(table.start, member.output_token_ids) < 0 for member in members):
             return False
         placed = self._tables.place(table)
-        if placed is None:
+        if placed is None or (are_others and not placed.is_sent):
             return False
+        placed.hold()
         for member in members:
             member.follow(placed)
         return True
@@ -312,9 +315,10 @@ class ConstrainedRows(DependentRows):
         self._gate.reset()
 
     def contribute(self, plan: PlanInProgress) -> None:
-        """Adds the masks that the device does not have yet, of the rows that sample in this plan, and what it computes
-        ahead.
+        """Adds the masks that the device does not have yet, of the rows that sample in this plan, what it computes
+        ahead, and parts of tables.
         """
+        plan.table_parts += self._tables.take_parts(_PARTS_OF_PLAN)
         rows, self._planned = self._planned, self._planned[:0]
         ahead, is_further, device = self._ahead, self._ahead.is_further, self._device
         own = [chunk for chunk in plan.chunks if self._by_slot[chunk.slot] is not None]

@@ -188,6 +188,8 @@ class Admission(SchedulerPart):
     ) -> None:
         """Gives a sequence its slot, and lets the device know. Arguments as of `Slots.acquire`."""
         self._slots.acquire(request, plan.step_id, token_ids, tables, num_computed, num_blocks, slot)
+        if request.table is not None:
+            plan.table_parts += request.table.take_parts()
         plan.starts.append(slot_start(request, token_ids, tables, num_computed))
 
     def _tables(

@@ -135,6 +135,7 @@ class Planner(SchedulerPart):
         step = StepPlan(
             step_id=plan.step_id,
             variant=self._variant(plan),
+            table_parts=tuple(plan.table_parts),
             ends=np.array(ends, np.int32) if ends else _NO_SLOTS,
             starts=tuple(plan.starts),
             swap_outs=self._swap_space.end_plan(),

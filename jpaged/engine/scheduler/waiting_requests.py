@@ -26,6 +26,7 @@ class WaitingRequests(SchedulerPart):
 
     def admit(self, plan: PlanInProgress) -> None:
         """Admits requests while the step has budget, slots are free and the next one in policy order fits."""
+        are_others = self._slots.num_used > 0
         while plan.budget and self._slots.num_free:
             request = self._waiting.peek()
             if request is None:
@@ -35,7 +36,8 @@ class WaitingRequests(SchedulerPart):
             state = (request, self._pool.num_releases + self._blocks.num_unreserved, registrations)
             if state == self._did_not_fit:
                 return
-            self._dependents.hand_over(request)  # only now: it may have waited until what it needs for that was there
+            # Only now: it may have waited until what it needs for that was there.
+            self._dependents.hand_over(request, are_others)
             admitted = self._admission.admit(plan, request)
             if not admitted and request.swap is not None and not self._slots.num_used:
                 self._give_up_swap(request, request.swap)

@@ -14,7 +14,7 @@ from jpaged.api.errors import InvalidParameterError, InvalidPromptError, shown
 from jpaged.api.outputs import PositionLogprobs, RequestStateStats
 from jpaged.api.pooling_params import PoolingParams
 from jpaged.api.sampling_params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, RequestOutputKind, SamplingParams
-from jpaged.engine.interface import SamplingVariant, TableLoad, TargetScores
+from jpaged.engine.interface import SamplingVariant, TablePart, TargetScores
 from jpaged.engine.kv.swap_record import SwapRecord
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -65,7 +65,7 @@ class DeviceTable(Protocol):
 
     def place_after(self, token_ids: np.ndarray) -> int: ...
 
-    def take_load(self) -> TableLoad | None: ...
+    def take_parts(self) -> list[TablePart]: ...
 
     def release(self) -> None: ...
 

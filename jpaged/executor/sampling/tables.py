@@ -23,7 +23,7 @@ class GrammarTables(NamedTuple):
     mask_of, table_of, first_entry: int32 [places]; of each place its mask, its table, and where its entries begin.
     first_place: int32 [tables].
     classes: int16 [tables, V]; the class of each token, by which a place's entries are ordered.
-    entries: int16 [entries]; as `TableLoad.entries`, flat.
+    entries: int16 [entries]; as `TablePart.entries`.
     """
 
     masks: UInt[Array, "masks words"]

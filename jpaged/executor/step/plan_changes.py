@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jpaged.engine.interface import NO_PLACE, NULL_BLOCK, HostCopy, SlotStart, StepPlan, TableLoad
+from jpaged.engine.interface import NO_PLACE, NULL_BLOCK, HostCopy, SlotStart, StepPlan, TablePart
 from jpaged.executor.buckets import bucket_for
 from jpaged.executor.cache.host_chunks import HostChunks
 from jpaged.executor.sampling import records as sampling_records
@@ -29,7 +29,7 @@ from jpaged.executor.step.changes import (
 )
 from jpaged.executor.step.copy_states import CopyStates
 from jpaged.executor.step.program import Setup
-from jpaged.executor.step.tables import PART, LoadClasses, LoadTable
+from jpaged.executor.step.tables import LoadClasses, LoadTable, fill
 
 _UPDATE, _INIT_FULL, _START_FULL, _KNOWN_TOKENS = Update(), InitFull(), StartFull(), KnownTokens()
 _LOAD_TABLE, _LOAD_CLASSES = LoadTable(), LoadClasses()
@@ -46,9 +46,8 @@ class PlanChanges:
 
     def dispatch(self, plan: StepPlan) -> None:
         """Everything that `plan` changes before its step, but for what is sent with the step's own programs."""
-        for start in plan.starts:
-            if start.table is not None:
-                self._load_table(start.table)
+        for part in plan.table_parts:
+            self._load_table(part)
         for out in plan.swap_outs:
             self._swap_out(out)
         if len(plan.ends) or plan.starts:
@@ -118,16 +117,16 @@ class PlanChanges:
         host["table_updates"][: len(entries)] = entries
         self._run(_UPDATE, packed=buffer)
 
-    def _load_table(self, table: TableLoad) -> None:
-        """Writes the table of a constraint."""
-        buffer, host = self._packed(_LOAD_CLASSES)
-        host["table"][...], host["first_place"][...] = table.number, table.first_place
-        host["classes"][...] = table.classes
-        self._run(_LOAD_CLASSES, packed=buffer)
-        for part in range(PART.num_parts(table)):
-            buffer, host = self._packed(_LOAD_TABLE)
-            PART.fill(host, table, part)
-            self._run(_LOAD_TABLE, packed=buffer)
+    def _load_table(self, part: TablePart) -> None:
+        """Writes a part of a constraint's table."""
+        if part.classes is not None:
+            buffer, host = self._packed(_LOAD_CLASSES)
+            host["table"][...], host["first_place"][...] = part.number, part.first_place
+            host["classes"][...] = part.classes
+            self._run(_LOAD_CLASSES, packed=buffer)
+        buffer, host = self._packed(_LOAD_TABLE)
+        fill(host, part)
+        self._run(_LOAD_TABLE, packed=buffer)
 
     def _start_full(self, start: SlotStart) -> None:
         """Writes the slot's row of the full sampling state, if the request asks for something kept there."""

@@ -6,65 +6,47 @@ load_table         once a part of a table: some of its masks, places and entries
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from jpaged.engine.interface import TABLE_ROOM, TableLoad
+from jpaged.engine.interface import PART_ROOM, TABLE_ROOM, TablePart
 from jpaged.executor.sampling.records import mask_words
 from jpaged.executor.sampling.tables import GrammarTables
 from jpaged.executor.step.packing import Field, PackedLayout
 from jpaged.executor.step.program import Setup, SingleProgram
 
 
-class TablePart(NamedTuple):
-    """How much of a table a call of `load_table` writes at most, of each kind."""
+def fields(vocab_size: int) -> dict[str, Field]:
+    """The fields of a packed layout for a part. firsts, counts: where masks, places and entries go, and how many there
+    are of each; the rest of their fields is left as it is.
+    """
+    return {
+        "table": Field((), 0),
+        "firsts": Field((3,), 0),
+        "counts": Field((3,), 0),
+        "mask_of": Field((PART_ROOM.states,), None),
+        "first_entry": Field((PART_ROOM.states,), None),
+        "entries": Field((PART_ROOM.entries,), None),
+        "masks": Field((PART_ROOM.masks, mask_words(vocab_size)), None),
+    }
 
-    masks: int = 16
-    places: int = 1024
-    entries: int = 1 << 16
 
-    def fields(self, vocab_size: int) -> dict[str, Field]:
-        """The fields of a packed layout. firsts, counts: where masks, places and entries go, and how many there are of
-        each; the rest of their fields is left as it is.
-        """
-        return {
-            "table": Field((), 0),
-            "firsts": Field((3,), 0),
-            "counts": Field((3,), 0),
-            "mask_of": Field((self.places,), None),
-            "first_entry": Field((self.places,), None),
-            "entries": Field((self.entries,), None),
-            "masks": Field((self.masks, mask_words(vocab_size)), None),
-        }
-
-    def num_parts(self, load: TableLoad) -> int:
-        """How many parts a table takes."""
-        sizes = (len(load.masks), self.masks), (len(load.mask_of), self.places), (load.entries.size, self.entries)
-        return max(-(-size // most) for size, most in sizes)
-
-    def fill(self, host: Mapping[str, np.ndarray], load: TableLoad, part: int) -> None:
-        """Writes a table's part, counted from 0, into the fields of a new buffer."""
-        host["table"][...] = load.number
-        values = (
-            ("masks", load.masks.view(np.int32), load.first_mask, self.masks),
-            ("mask_of", load.mask_of, load.first_place, self.places),
-            ("entries", load.entries.reshape(-1), load.first_entry, self.entries),
-        )
-        for i, (name, array, first, most) in enumerate(values):
-            some = array[part * most : (part + 1) * most]
-            host["firsts"][i], host["counts"][i] = first + part * most, len(some)
-            host[name][: len(some)] = some
-        places, classes = load.entries.shape
-        states = np.arange(part * self.places, min((part + 1) * self.places, places), dtype=np.int32)
-        host["first_entry"][: len(states)] = load.first_entry + classes * states
+def fill(host: Mapping[str, np.ndarray], part: TablePart) -> None:
+    """Writes a part into the fields of a new buffer."""
+    host["table"][...] = part.number
+    host["firsts"][...] = part.masks_at, part.places_at, part.entries_at
+    host["counts"][...] = len(part.masks), len(part.mask_of), len(part.entries)
+    host["masks"][: len(part.masks)] = part.masks.view(np.int32)
+    host["mask_of"][: len(part.mask_of)] = part.mask_of
+    host["first_entry"][: len(part.entries_of)] = part.entries_of
+    host["entries"][: len(part.entries)] = part.entries
 
 
 def write_part(tables: GrammarTables, host: Mapping[str, Array]) -> GrammarTables:
-    """The tables with a part of one written. host: the fields of a `TablePart`, unpacked."""
+    """The tables with a part of one written. host: `fields`, unpacked."""
     masks = lax.bitcast_convert_type(host["masks"], jnp.uint32)
     of_masks, of_places, of_entries = (
         _indices(host["firsts"][i], host["counts"][i], len(values), len(kept))
@@ -88,9 +70,6 @@ def _indices(first: Array, count: Array, size: int, out_of_bounds: int) -> Array
     return jnp.where(each < count, first + each, out_of_bounds)
 
 
-PART = TablePart()
-
-
 @dataclass(frozen=True)
 class LoadTable(SingleProgram):
     """Writes a part of a table."""
@@ -99,7 +78,7 @@ class LoadTable(SingleProgram):
     writes = ("tables",)
 
     def layout(self, setup: Setup) -> PackedLayout:
-        return PackedLayout(**PART.fields(setup.model.vocab_size))
+        return PackedLayout(**fields(setup.model.vocab_size))
 
     def body(self, setup: Setup, *, tables: GrammarTables, packed: Int[Array, " n"]) -> tuple[dict[str, object], None]:
         return {"tables": write_part(tables, self.layout(setup).unpack(packed))}, None

@@ -22,7 +22,7 @@ from jpaged.engine.interface import (
     SamplingVariant,
     SlotStart,
     StepPlan,
-    TableLoad,
+    TablePart,
 )
 from jpaged.executor.buckets import bucket_for, doublings, fine_buckets, geometric_buckets
 from jpaged.executor.config import ExecutorConfig
@@ -262,7 +262,12 @@ def test_a_slot_that_follows_a_table_samples_what_its_masks_would_have_led_to(se
     masks[:, -1] &= np.uint32((1 << (VOCAB_SIZE - 1) % 32 + 1) - 1)
     classes, first = rng.integers(0, 2, VOCAB_SIZE).astype(np.int32), 100
     entries = np.array([[1, 2], [2, 0], [0, 1]], np.int32)
-    table = TableLoad(3, first, 7, 40, classes, np.array([7, 8, 9], np.int32), masks, entries.astype(np.int16))
+    of_places = np.array([7, 8, 9], np.int32), np.array([40, 42, 44], np.int32)
+    flat = entries.astype(np.int16).reshape(-1)
+    parts = (
+        TablePart(3, first, classes, 7, masks[:2], first, of_places[0][:1], of_places[1][:1], 40, flat[:5]),
+        TablePart(3, first, None, 9, masks[2:], first + 1, of_places[0][1:], of_places[1][1:], 45, flat[5:]),
+    )
 
     def run(variant, starts, step, **fields):
         fields |= {"chunks": tuple(Chunk(s.slot, 0, s.token_ids, samples=True) for s in starts), "starts": starts}
@@ -280,8 +285,8 @@ def test_a_slot_that_follows_a_table_samples_what_its_masks_would_have_led_to(se
         state = entries[state, classes[expected[-1][0]]]
     for variant in (SamplingVariant.TABLE, SamplingVariant.MASKED, SamplingVariant.FULL):
         runner = runner_without_tokens(setup, weights, programs)
-        starts = start(0, sampling=sampling, place=first + 1, table=table), start(1)
-        found = [run(variant, starts, 0)]
+        starts = start(0, sampling=sampling, place=first + 1), start(1)
+        found = [run(variant, starts, 0, table_parts=parts)]
         found += [run(variant, (), step, decode_slots=both) for step in range(1, 4)]
         assert found == expected
     again = run(SamplingVariant.TABLE, (start(0),), 4, ends=both[:1])
