@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from jpaged.api.structured_outputs import StructuredOutputsParams as Structured
 from jpaged.bench.structured import SCHEMA
-from jpaged.text import token_tables
+from jpaged.text import token_columns, token_moves, token_walk
 from jpaged.text.grammars import GrammarTokenizer, grammar_text
 from jpaged.text.guides import FollowedGrammar, Guide, Vocabulary
 from jpaged.text.regular.automata import Automaton, NotCovered
@@ -190,11 +190,19 @@ def test_what_is_not_regular_or_too_large_has_no_automaton(params):
         automaton_of(params)
 
 
-@pytest.mark.parametrize("bound", ["MOST_STATES", "MOST_CLASSES", "MOST_MASKS", "MOST_ENTRIES"])
-def test_a_table_has_bounds(following, monkeypatch, bound):
+@pytest.mark.parametrize(
+    ("module", "bound"),
+    [
+        (token_walk, "MOST_STATES"),
+        (token_moves, "MOST_MASKS"),
+        (token_columns, "MOST_CLASSES"),
+        (token_columns, "MOST_ENTRIES"),
+    ],
+)
+def test_a_table_has_bounds(following, monkeypatch, module, bound):
     params = Structured(regex="[a-z]{3}")
     following.table(params)
-    monkeypatch.setattr(token_tables, bound, 2)
+    monkeypatch.setattr(module, bound, 2)
     with pytest.raises(NotCovered, match="more than 2"):
         following.table(params)
 
