@@ -13,6 +13,7 @@
 #     structured-256           75  0.6B, 256 requests of 128 tokens without a schema, then with one
 #     structured-16            55  0.6B, 16 of them, and 100 with schemas never seen before: time to the first token
 #     structured-half          85  0.6B, 1,000 ShareGPT-like, half of them with a schema
+#     attacks                 110  hostile schemas, regexes and tools: the pauses of other streams
 #     structured-8b            70  8B, 256 requests without a schema, then with one
 #     fp8-8b                  120  8B in FP8: 1, 32 and 256 requests, ShareGPT-like, 512 of 1,024 tokens, 16 k prefill
 #     fp8-kv-8b               115  8B in FP8, keys and values too: 32 and 256 requests, ShareGPT-like, 8 x 16 k
@@ -301,6 +302,8 @@ run_step() { # NAME
             requests 2 256
             throughput "$name" "${LLAMA[@]}" "${STRUCTURED_SIZES[@]}" --tokenizer "$directory" --structured all \
                 "${options[@]}" ;;
+        attacks)
+            drill attacks --seconds 5 --json "$OUT/$name$SUFFIX" ;;
         fp8-8b)
             workloads 1 single batch-32 batch-256 sharegpt long-input prefill-16k
             throughput "$name" "${LLAMA[@]}" --quantization fp8 "${ALL_SIZES[@]}" "${options[@]}" ;;

@@ -9,6 +9,7 @@
 #     tp2-8b        2     80 s       8B, TP 2: one request, ShareGPT-like, 16 k prefill
 #     tp2-8b-1024   2     80 s       the same with the one-shot kernel in steps of up to 1,024 rows
 #     tp2-8b-nccl   2     80 s       the same without it
+#     tp2-30b       2     4 min      Qwen3-30B-A3B on one GPU, then on two: one, 32 and 256 requests
 #     tp2-steps     2     2 min      8B, TP 2: decode steps of 1, 256 and 1,000 sequences by kernel
 #     one-shot-4    4     3 min      as one-shot-2
 #     all-reduce-4  4     over 6 min as all-reduce-2
@@ -53,6 +54,12 @@ for name in "$@"; do
             throughput "${name/-8b/}" 200 llama-3.1-8b --tensor-parallel-size 2 --max-model-len 17000 \
                 --one-shot-rows "$(one_shot_rows "$name")" \
                 --workload single --workload sharegpt --workload prefill-16k ;;
+        tp2-30b)
+            for degree in 1 2; do
+                throughput "of-$degree" 240 qwen3-30b-a3b --tensor-parallel-size "$degree" --max-model-len 1024 \
+                    --max-num-seqs 256 --decode-buckets 8,32,256 --max-num-batched-tokens 8192 \
+                    --token-buckets 64,512,8192 --workload single --workload batch-32 --workload batch-256
+            done ;;
         tp2-steps)
             step "$name" 200 "$PYTHON" -m jpaged bench steps --model llama-3.1-8b --load-format dummy \
                 --tensor-parallel-size 2 --max-model-len 17000 --batch 1 --batch 256 --batch 1000 --steps 32 \
