@@ -29,6 +29,7 @@ class CompiledGrammar:
     shards: that know it. is_quick: whether others may compile it between two answers. num_begun: sequences.
     successor: the same in later processes, where its own have ended and a sequence went on. table: what the device
     follows it by; None until it is made, which begins with its fourth sequence without one, and where there is none.
+    num_without_table: sequences that have begun without it.
     """
 
     def __init__(
@@ -46,15 +47,15 @@ class CompiledGrammar:
         self.is_quick = compiled.seconds < _QUICK_S
         self.successor: CompiledGrammar | None = None
         self.table: TokenTable | None = None
-        self._num_begun = self._num_without_table = 0
+        self.num_without_table = self._num_begun = 0
         self._grow = grow
 
     def begin(self, ignore_eos: bool, guesses: bool = False) -> "Guide":
         """A guide for a new sequence, behind the forced tokens. guesses: whether it may do without masks."""
         self._num_begun += 1
         if self.table is None:
-            self._num_without_table += 1
-            if self._num_without_table == _TABLE_FROM:
+            self.num_without_table += 1
+            if self.num_without_table == _TABLE_FROM:
                 self.process.tables.want(self)
         if not self.is_quick and self._num_begun > len(self.shards) < len(self.process.shards):
             self._grow(self)
@@ -62,7 +63,7 @@ class CompiledGrammar:
 
     def lose_table(self) -> None:
         """Others need its room. It gets another one if as many sequences begin again."""
-        self.table, self._num_without_table = None, 0
+        self.table, self.num_without_table = None, 0
 
     def __del__(self) -> None:
         for shard in self.shards:

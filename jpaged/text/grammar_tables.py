@@ -29,6 +29,7 @@ class HasTable(Protocol):
 
     params: StructuredOutputsParams
     table: TokenTable | None
+    num_without_table: int
 
     def lose_table(self) -> None:
         """Others need its room."""
@@ -36,11 +37,14 @@ class HasTable(Protocol):
 
 
 class TableMaker:
-    """Has tables made, one after the other, by a thread of its own: nobody waits for them. sock: of the process."""
+    """Has tables made, one after the other, by a thread of its own: nobody waits for them. That of the constraint with
+    the most sequences comes first: a table may take seconds, and strangers may send many. sock: of the process.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._wanted: queue.SimpleQueue[weakref.ref[HasTable] | None] = queue.SimpleQueue()
+        self._wanted: list[weakref.ref[HasTable]] = []
+        self._news: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True for each that is wanted; False: it is over
         self._made: list[weakref.ref[HasTable]] = []  # the oldest first
         self._thread: threading.Thread | None = None
         self._is_over = False
@@ -49,7 +53,8 @@ class TableMaker:
         """Has the table of a grammar made, if it has one, and if somebody has the grammar still when its turn comes."""
         if self._is_over:
             return
-        self._wanted.put(weakref.ref(grammar))
+        self._wanted.append(weakref.ref(grammar))
+        self._news.put(True)
         if self._thread is None:
             self._thread = threading.Thread(target=self._make_all, name="jpaged-tables", daemon=True)
             self._thread.start()
@@ -57,13 +62,14 @@ class TableMaker:
     def close(self) -> None:
         """Ends the thread, and the connection with the process."""
         self._is_over = True
-        self._wanted.put(None)
+        self._news.put(False)
         with suppress(OSError):  # the process has ended
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def _make_all(self) -> None:
         try:
-            while (reference := self._wanted.get()) is not None:
+            while self._news.get():
+                reference = self._wanted.pop(max(range(len(self._wanted)), key=self._num_sequences))
                 if (grammar := reference()) is None:
                     continue
                 params, grammar = grammar.params, None
@@ -76,6 +82,10 @@ class TableMaker:
             if not self._is_over:
                 self._is_over = True
                 log.warning("The process that makes tables of constraints has ended; all are followed token by token.")
+
+    def _num_sequences(self, i: int) -> int:
+        grammar = self._wanted[i]()
+        return 0 if grammar is None else grammar.num_without_table
 
     def _make_room(self) -> None:
         """Drops the tables that were made first, if all take too much."""

@@ -109,6 +109,23 @@ def test_what_has_no_table_keeps_no_other_waiting(compiler):
     assert holds_soon(lambda: grammar.table is not None)
 
 
+def test_the_table_of_the_constraint_with_the_most_sequences_is_made_first(compiler, monkeypatch):
+    made, original = [], grammar_tables._made
+
+    def told(sock, params):
+        made.append(params)
+        assert holds_soon(lambda: all_have_begun)
+        return original(sock, params)
+
+    monkeypatch.setattr(grammar_tables, "_made", told)
+    all_have_begun: list[bool] = []
+    counts = {"a": 4, "b": 5, "c": 9, "d": 7}
+    grammars = [begun(compiler, Structured(choice=["x", text]), count) for text, count in counts.items()]
+    all_have_begun.append(True)
+    assert holds_soon(lambda: all(grammar.table is not None for grammar in grammars))
+    assert [params.choice[1] for params in made] == ["a", "c", "d", "b"]
+
+
 def test_the_end_of_the_process_that_makes_a_table_costs_that_table_alone(compiler):
     slow = begun(compiler, SLOW, 4)
     assert holds_soon(lambda: forked(table_process(compiler)))
