@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 PROMPT ?= Tell me a story about a fox and a lantern.
 
 # Every test or group of tests that shares compiled programs goes to a worker that is free, in the order of collection.
-PARALLEL := -n auto --dist loadgroup --no-loadscope-reorder
+# A worker that dies ends the run: pytest-xdist would start its test again, and wait for ever when that dies, too.
+PARALLEL := -n auto --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 
 .PHONY: demo chat docs install install-test test test-fast drills test-tunix test-clients test-ray test-browser test-schemathesis lint types format clean help
 
