@@ -136,17 +136,19 @@ def sparse_fields(
     default_eps: float = 1e-6,
     rotated_fraction: float | None = None,
     interleaved: bool = False,
+    layers: str | None = None,
 ) -> dict[str, Any]:
     """What the families spell alike of a `SparseLlamaConfig`.
 
-    default_length: as of `decoder_fields`. default_theta, rotated_fraction, interleaved: `theta` and those of
+    default_length: as of `decoder_fields`. default_theta, rotated_fraction, interleaved, layers: `theta` and those of
         `parse_rope`.
 
     Raises:
         CheckpointError: a token is to have more experts than there are, or groups are not equal ones.
     """
     routing.check(num_experts)
-    rope = {"theta": default_theta, "rotated_fraction": rotated_fraction, "interleaved": interleaved}
+    rope: dict[str, Any] = {"theta": default_theta, "rotated_fraction": rotated_fraction, "interleaved": interleaved}
+    rope |= {"layers": layers}
     head_dim = read.integer("hidden_size") // read.integer("num_attention_heads")
     sizes: dict[str, Any] = {"default_length": default_length, "head_dim": head_dim, "default_eps": default_eps}
     fields = decoder_fields(read, **sizes, rope=rope)

@@ -654,6 +654,10 @@ OF_EQUAL_LAYERS: dict[str, tuple[dict[str, Any], int]] = {
         _sized("GraniteSWAForCausalLM", 100352, 2560, 8192, 24, 20) | {"num_key_value_heads": 4},
         2_144_463_840,
     ),
+    "mellum2-12b-a2.5b": (
+        _sized("MellumForCausalLM", 98304, 2304, 7168, 28, 32) | {"num_key_value_heads": 4},
+        12_149_923_072,
+    ),
     "nanochat-d32": (_sized("NanoChatForCausalLM", 65536, 2048, 8192, 32, 16), 1_879_048_192),
 }
 """Models whose layers have as many parameters each, but for the first one at most."""

@@ -433,6 +433,19 @@ def by_kind(theta: str = "") -> Callable[[random.Random, Config], None]:
     return add
 
 
+def _ropes_of_mellum(chance: random.Random, config: Config) -> None:
+    """One for each kind of layer, or those that are usual."""
+    if chance.random() < 0.8:
+        parameters = stretch(
+            chance, chance.choice(("default", "linear", "yarn", "llama3")), head_dim_of(config), config
+        )
+        parameters.pop("truncate", None)  # which transformers looks for outside
+        config["rope_parameters"] = {
+            "full_attention": parameters | {"rope_theta": chance.choice((1e4, 5e5))},
+            "sliding_attention": {"rope_type": "default", "rope_theta": chance.choice((1e3, 1e4))},
+        }
+
+
 def _local_layers(chance: random.Random, config: Config) -> None:
     """GPT-Neo's layers with windows."""
     layers = config["num_layers"]
@@ -756,6 +769,15 @@ SPACES: dict[str, Space] = {
     "granite_swa": Space(
         *("GraniteSWAForCausalLM", "granite_swa", _GRANITE | {"mlp_bias": FLAG, "sliding_window": (..., *WINDOW)}),
         (sizes(dim="rare"), rotation("default", "linear", "yarn"), layer_kinds(), _thetas),
+    ),
+    "granitemoe_swa": Space(
+        "GraniteMoeSWAForCausalLM",
+        "granitemoe_swa",
+        _GRANITE | {"sliding_window": (..., *WINDOW), "shared_intermediate_size": (..., 0, 24)},
+        (
+            *(sizes(dim="rare"), rotation("default", "linear", "yarn"), layer_kinds(), _thetas),
+            experts(total=("num_local_experts",), top=("num_experts_per_tok",)),
+        ),
     ),
     "hyperclovax": Space(
         "HyperCLOVAXForCausalLM",
@@ -1191,6 +1213,13 @@ SPACES: dict[str, Space] = {
                 **_QWEN_EXPERTS,
                 norm_topk_prob=FLAG,
             ),
+        ),
+    ),
+    "mellum": Space(
+        *("MellumForCausalLM", "mellum", _QWEN | {"attention_bias": FLAG, "sliding_window": (..., *WINDOW)}),
+        (
+            *(sizes(), _ropes_of_mellum, layer_kinds(), _mlp_kinds),
+            experts(**_QWEN_EXPERTS, norm_topk_prob=FLAG),
         ),
     ),
     "olmoe": Space(

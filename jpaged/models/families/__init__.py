@@ -22,6 +22,7 @@ from jpaged.models.families.granite import (
     GRANITE_HYBRID,
     GRANITE_MOE,
     GRANITE_MOE_SHARED,
+    GRANITE_MOE_SWA,
     GRANITE_SWA,
     HYPERCLOVAX,
 )
@@ -59,6 +60,7 @@ from jpaged.models.families.sparse_llama import (
     EXAONE_MOE,
     FLEX_OLMO,
     GLM4_MOE,
+    MELLUM,
     MINIMAX_M2,
     MIXTRAL,
     OLMOE,
@@ -147,6 +149,7 @@ _GRANITE_SWA = About(
 )
 _HYPERCLOVAX = About("HyperCLOVA X", "SEED Think 14B", "as Granite 3; norms before and after")
 _GRANITE_MOE = About("Granite 3 MoE", "3.0, 3.1: 1B-A400M, 3B-A800M", "as Granite 3; experts, one shared or none")
+_GRANITE_MOE_SWA = About("Granite MoE SWA", "3B-A600M", "as Granite SWA; experts, one shared or none")
 _GRANITE4 = About(
     "Granite 4",
     "4.0: Micro, 350M, 1B; H-Micro, H-Tiny, H-Small, H-350M, H-1B",
@@ -201,6 +204,7 @@ _MINIMAX_M2 = About(
 )
 _SOLAR_OPEN = About("Solar Open", "100B", "as Llama; experts chosen by a sigmoid with a bias; a shared expert; YaRN")
 _QWEN2_MOE = About("Qwen2-MoE", "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B", "as Qwen2; experts, of which one is shared")
+_MELLUM = About("Mellum 2", "12B-A2.5B", "as Qwen3-MoE; windows in some layers, with a RoPE of their own")
 _QWEN3_MOE = About("Qwen3-MoE", "30B-A3B, 235B-A22B", "as Qwen3; experts in all or some layers")
 _DOTS1 = About("dots.llm1", "dots.llm1", "as Qwen3; experts chosen by a sigmoid with a bias, in groups; shared experts")
 _GPT_OSS = About(
@@ -325,6 +329,7 @@ register("GraniteSWAForCausalLM", GRANITE_SWA, _GRANITE_SWA)
 register("HyperCLOVAXForCausalLM", HYPERCLOVAX, _HYPERCLOVAX)
 register("GraniteMoeForCausalLM", GRANITE_MOE, _GRANITE_MOE)
 register("GraniteMoeSharedForCausalLM", GRANITE_MOE_SHARED, _GRANITE_MOE)
+register("GraniteMoeSWAForCausalLM", GRANITE_MOE_SWA, _GRANITE_MOE_SWA)
 register("GraniteMoeHybridForCausalLM", GRANITE_HYBRID, _GRANITE4)
 register("BambaForCausalLM", BambaFamily(), _BAMBA)
 register("SmolLM3ForCausalLM", SmolLM3Family(), _SMOLLM3)
@@ -362,6 +367,7 @@ register("FlexOlmoForCausalLM", FLEX_OLMO, _FLEX_OLMO)
 register("MiniMaxM2ForCausalLM", MINIMAX_M2, _MINIMAX_M2)
 register("Qwen2MoeForCausalLM", QWEN2_MOE, _QWEN2_MOE)
 register("Qwen3MoeForCausalLM", QWEN3_MOE, _QWEN3_MOE)
+register("MellumForCausalLM", MELLUM, _MELLUM)
 register("Dots1ForCausalLM", DOTS1, _DOTS1)
 register("SolarOpenForCausalLM", SOLAR_OPEN, _SOLAR_OPEN)
 register("ExaoneMoEForCausalLM", EXAONE_MOE, _EXAONE_MOE)

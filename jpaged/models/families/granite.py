@@ -6,13 +6,14 @@ logits.
     HyperCLOVAXForCausalLM        likewise; norms of what attention and MLP give
     GraniteMoeForCausalLM         experts in each layer, chosen by a softmax over the best logits
     GraniteMoeSharedForCausalLM   and a shared expert, or none
+    GraniteMoeSWAForCausalLM      likewise; windows, RoPE and sinks as GraniteSWA
     GraniteMoeHybridForCausalLM   Granite 4: an MLP, or experts and a shared one; Mamba-2 layers or none; RoPE or none
 
 Checkpoints have one tensor for all experts of a layer.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -31,6 +32,10 @@ from jpaged.models.mamba import Mamba2, mamba_pieces
 from jpaged.models.mamba_config import PLAIN_MAMBA, MambaOptions, read_mamba_layers
 from jpaged.models.norms import RMSNorm
 from jpaged.models.states import MambaState
+
+_NAMES = "router.layer.weight", "input_linear.weight", "output_linear.weight"
+_NAMES_OF_SWA = "router.weight", "experts.gate_up_proj", "experts.down_proj"
+"""What checkpoints call a layer's router, gates and ups, and downs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,19 +58,21 @@ class GraniteConfig(DecoderConfig, SparseConfig):
 
 @dataclass(frozen=True)
 class GraniteFamily:
-    """One of the architectures. kind: what follows attention, see above."""
+    """One of the architectures. kind: what follows attention, see above. windows: and sinks, as GraniteSWA has them.
+    usual: what config.json may leave out.
+    """
 
     model_type: str
-    kind: Literal["dense", "windows", "hyperclovax", "experts", "shared", "hybrid"]
+    kind: Literal["dense", "hyperclovax", "experts", "shared", "hybrid"]
+    windows: bool = False
+    usual: Mapping[str, Any] = field(default_factory=dict)
 
     base_prefix = "model."
     derived_tensors = r"rotary_emb\.inv_freq$"
 
     def read_config(self, read: ConfigReader) -> GraniteConfig:
         num_experts = 0 if self._is_dense else _num_experts(read)
-        if self.kind == "windows":
-            usual = {"num_key_value_heads": 4, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5}
-            read = read.with_defaults(tie_word_embeddings=True, **usual)
+        read = read.with_defaults(**self.usual)
         shared_size = 0
         if self.kind == "hybrid":
             shared_size = read.integer("shared_intermediate_size", 1024)
@@ -79,7 +86,7 @@ class GraniteFamily:
         mamba = PLAIN_MAMBA
         if self.kind == "hybrid":
             fields["layer_states"], mamba = read_mamba_layers(read, fields["num_layers"])
-        if self.kind == "windows":
+        if self.windows:
             fields |= _windows_and_ropes(read, fields["num_layers"])
         logits_scaling, attention_scale = read.optional_number("logits_scaling") or 1.0, 1.0
         norms_after = False
@@ -108,13 +115,13 @@ class GraniteFamily:
             attention_bias=read.flag("attention_bias", False),
             mlp_bias=self._is_dense and read.flag("mlp_bias", False),
             mamba=mamba,
-            sinks=self.kind == "windows",
+            sinks=self.windows,
             norms_after=norms_after,
         )
 
     @property
     def _is_dense(self) -> bool:
-        return self.kind in ("dense", "windows", "hyperclovax")
+        return self.kind in ("dense", "hyperclovax")
 
     def module(self, config: GraniteConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives: Collectives) -> Decoder:
         norm = partial(RMSNorm, config.hidden_size, config.norm_eps, dtype, rngs)
@@ -179,11 +186,12 @@ class GraniteFamily:
             yield from _shared(f"{theirs}.shared_mlp", ours, hidden, inner)
         else:
             sparse, count, size = f"{theirs}.block_sparse_moe", config.num_experts, config.expert_size
-            yield pieces.transposed(f"{sparse}.router.layer.weight", f"{ours}.router.gate", hidden, count)
+            router, gate_up, down = (f"{sparse}.{name}" for name in (_NAMES_OF_SWA if self.windows else _NAMES))
+            yield pieces.transposed(router, f"{ours}.router.gate", hidden, count)
             both, one = (count, 2 * size, hidden), (count, hidden, size)
             split, axes = (count, 2, size, hidden), (0, 3, 1, 2)
-            yield Piece(f"{sparse}.input_linear.weight", both, f"{ours}.experts.gate_up", split, axes)
-            yield Piece(f"{sparse}.output_linear.weight", one, f"{ours}.experts.down", one, (0, 2, 1))
+            yield Piece(gate_up, both, f"{ours}.experts.gate_up", split, axes)
+            yield Piece(down, one, f"{ours}.experts.down", one, (0, 2, 1))
             if config.shared_size:
                 yield from _shared(f"{theirs}.shared_mlp", f"{ours}.shared", hidden, config.shared_size)
 
@@ -225,8 +233,10 @@ def _windows_and_ropes(read: ConfigReader, num_layers: int) -> dict[str, Any]:
 
 
 GRANITE = GraniteFamily("granite", "dense")
-GRANITE_SWA = GraniteFamily("granite_swa", "windows")
+_USUAL_SWA = {"num_key_value_heads": 4, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5}
+GRANITE_SWA = GraniteFamily("granite_swa", "dense", windows=True, usual={"tie_word_embeddings": True, **_USUAL_SWA})
 HYPERCLOVAX = GraniteFamily("hyperclovax", "hyperclovax")
 GRANITE_MOE = GraniteFamily("granitemoe", "experts")
 GRANITE_MOE_SHARED = GraniteFamily("granitemoeshared", "shared")
+GRANITE_MOE_SWA = GraniteFamily("granitemoe_swa", "shared", windows=True)
 GRANITE_HYBRID = GraniteFamily("granitemoehybrid", "hybrid")

@@ -1,5 +1,5 @@
-"""The Llama family with experts: Mixtral, Qwen2-MoE, Qwen3-MoE, dots.llm1, GLM-4.5, Solar Open, K-EXAONE, OLMoE,
-FlexOlmo and MiniMax-M2.
+"""The Llama family with experts: Mixtral, Qwen2-MoE, Qwen3-MoE, Mellum 2, dots.llm1, GLM-4.5, Solar Open, K-EXAONE,
+OLMoE, FlexOlmo and MiniMax-M2.
 
 They differ in what `SparseLlamaConfig` says (routers, shared experts, dense layers, norms of queries and keys), and in
 the names of their checkpoints' tensors.
@@ -15,7 +15,7 @@ from jpaged.models.experts import Routing, sigmoid_routing
 from jpaged.models.family import TEXT_PART_NAMES
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece
-from jpaged.models.rope import without_image_sections
+from jpaged.models.rope import window_rope, without_image_sections
 from jpaged.models.sparse_llama_family import SparseLlamaConfig, SparseLlamaFamily, sparse_fields
 
 _FUSED = "experts_in_one_tensor"
@@ -97,6 +97,32 @@ def _read_qwen3_moe(read: ConfigReader) -> SparseLlamaConfig:
     window = read.optional_positive("sliding_window", 4096) if read.flag("use_sliding_window", False) else None
     windows = (window,) * fields["num_layers"]
     return SparseLlamaConfig(**fields, qk_norm=True, qkv_bias=bias, output_bias=bias, layer_windows=windows)
+
+
+def _read_mellum(read: ConfigReader) -> SparseLlamaConfig:
+    """Mellum 2 (JetBrains 2026): Qwen3-MoE's layers; windows in some, with a RoPE of their own."""
+    read = read.with_defaults(num_key_value_heads=4, head_dim=128, intermediate_size=7168)
+    num_experts = read.integer("num_experts", read.integer("num_local_experts", 64))
+    routing = Routing(per_token=read.integer("num_experts_per_tok", 8), renormalized=read.flag("norm_topk_prob", True))
+    sizes: dict[str, Any] = {"default_length": 131072, "default_theta": 500000.0, "layers": "full_attention"}
+    fields = sparse_fields(read, num_experts=num_experts, routing=routing, **sizes)
+    num_layers, bias = fields["num_layers"], read.flag("attention_bias", False)
+    kinds = read.layer_kinds(num_layers) or ("full_attention",) * num_layers
+    local = window_rope(read.config, fields["head_dim"], 10000.0)
+    fields |= {
+        "max_position_embeddings": read.integer("max_position_embeddings", 131072),  # stretched already
+        "ropes": (*fields["ropes"], local),
+        "layer_ropes": tuple(int(kind == "sliding_attention") for kind in kinds),
+        "layer_windows": read.layer_windows(kinds, 1024),
+    }
+    return SparseLlamaConfig(
+        **fields,
+        expert_size=read.integer("moe_intermediate_size", 896),
+        dense_layers=read.dense_layers(num_layers) or (False,) * num_layers,
+        qk_norm=True,
+        qkv_bias=bias,
+        output_bias=bias,
+    )
 
 
 def _read_qwen2_moe(read: ConfigReader) -> SparseLlamaConfig:
@@ -294,6 +320,7 @@ EXAONE_MOE = SparseLlamaFamily(
 )
 QWEN3_MOE = Qwen3MoeFamily("qwen3_moe", _read_qwen3_moe, derived_tensors=r"rotary_emb\.inv_freq$|^(model\.)?visual\.")
 QWEN2_MOE = SparseLlamaFamily("qwen2_moe", _read_qwen2_moe, pieces.ExpertNames(shared="shared_expert"))
+MELLUM = SparseLlamaFamily("mellum", _read_mellum, derived_tensors=r"rotary_emb\.inv_freq$|^mtp\.")
 DOTS1 = SparseLlamaFamily("dots1", _read_dots1)
 GLM4_MOE = SparseLlamaFamily(
     # Also where config.json has fewer layers than GLM-4.5-Air, or than GLM-4.5 and 4.6.
