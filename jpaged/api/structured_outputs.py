@@ -158,10 +158,6 @@ def _dumped(name: str, value: Mapping[str, Any]) -> str:
     return text
 
 
-_SCALARS = {str, int, float, bool, type(None)}
-"""Told apart before abstract classes are asked about, which takes ten times as long."""
-
-
 def _check_depth(name: str, value: Any) -> None:
     level, depth = [value], 0
     while level:
@@ -170,8 +166,16 @@ def _check_depth(name: str, value: Any) -> None:
             raise InvalidParameterError(f"{name} nests deeper than {MAX_GRAMMAR_DEPTH} levels; flatten it.")
         inner: list[Any] = []
         for one in level:
-            inner += one.values() if isinstance(one, Mapping) else one if isinstance(one, list | tuple) else ()
-        level = [one for one in inner if type(one) not in _SCALARS and isinstance(one, Mapping | list | tuple)]
+            inner += one.values() if type(one) is dict or isinstance(one, Mapping) else one
+        level = [one for one in inner if type(one) not in _SCALARS and _is_container(one)]
+
+
+def _is_container(value: Any) -> bool:
+    # Abstract classes come last: to ask about one takes ten times as long.
+    return type(value) in (dict, list) or isinstance(value, list | tuple | Mapping)
+
+
+_SCALARS = {str, int, float, bool, type(None)}
 
 
 def _check_text(name: str, value: object) -> None:
