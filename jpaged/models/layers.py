@@ -318,6 +318,44 @@ class GatedMLP(Reader):
         return self.down.partial_sum(inner, backend)
 
 
+class TopGatesMLP(GatedMLP):
+    """A `GatedMLP` in which only the largest gates of a token count, found without sorting: those that are `cutoff`
+    standard deviations above their mean, less that threshold ("statistical top-k", You et al. 2025, arXiv:2506.06644).
+
+    columns: gates of a token, of all shards, without padding. collectives: of the shards, which add up two numbers a
+        token: one more exchange a layer.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        activation: str,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        *,
+        cutoff: float,
+        columns: int,
+        collectives: Collectives,
+    ) -> None:
+        super().__init__(config, activation, dtype, rngs)
+        self.cutoff, self.columns, self.collectives = cutoff, columns, collectives
+
+    def __call__(self, x: Rows, backend: str | None = "xla") -> PartialSum:
+        """As of `GatedMLP`."""
+        gate, up = jnp.moveaxis(self.gate_up(x, backend=backend), 1, 0)
+        wide = gate.astype(jnp.float32)
+        sums = jnp.stack([jnp.sum(wide, axis=-1), jnp.sum(jnp.square(wide), axis=-1)], axis=-1)
+        mean, square = jnp.moveaxis(self.collectives.all_reduce(sums) / self.columns, -1, 0)
+        # A root of zero would have no gradient.
+        deviation = jnp.sqrt(jnp.maximum(square - jnp.square(mean), _LEAST_VARIANCE))
+        above = jax.nn.relu(wide - (mean + self.cutoff * deviation)[:, None])
+        inner = ACTIVATIONS[self.activation](above).astype(up.dtype) * up
+        return self.down.partial_sum(inner, backend)
+
+
+_LEAST_VARIANCE = 1e-12
+
+
 def _down(config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs, bias: bool) -> Linear:
     """The second product of an MLP."""
     inner = config.intermediate_size
