@@ -25,6 +25,27 @@ def models_of_blocks() -> list[TinyModel]:
         "rope_local_base_freq": 100.0,
         "rope_theta": 10000.0,
     }
+    gemma3n = gemma | {
+        "model_type": "gemma3n_text",
+        "num_hidden_layers": 4,
+        "layer_types": 2 * ["sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 2,
+        "head_dim": 16,
+        "intermediate_size": [90, 112, 112, 112],  # four shards pad the first
+        "activation_sparsity_pattern": [0.95, 0.7, 0.0, 0.0],
+        "altup_num_inputs": 4,
+        "altup_active_idx": 0,
+        "altup_coef_clip": 120.0,
+        "altup_correct_scale": True,
+        "laurel_rank": 8,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB_SIZE - 32,
+        "final_logit_softcapping": 8.0,
+        "rope_local_base_freq": 100.0,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "pad_token_id": 0,
+    }
     gemma4 = gemma | {
         "model_type": "gemma4_text",
         "layer_types": ["sliding_attention", "full_attention"],
@@ -256,6 +277,7 @@ def models_of_blocks() -> list[TinyModel]:
         _of("gemma", "gemma", "GemmaForCausalLM", **gemma | {"hidden_activation": None, "hidden_act": "gelu"}),
         _of("gemma2", "gemma", "Gemma2ForCausalLM", **gemma2),
         _of("gemma3", "gemma", "Gemma3ForCausalLM", rope_scaling={"rope_type": "linear", "factor": 8.0}, **gemma3),
+        _of("gemma3n-e4b-style", "gemma3n", "Gemma3nForCausalLM", **gemma3n),
         _of("gemma4-e4b-style", "gemma4", "Gemma4ForCausalLM", **gemma4_e4b),
         _of("gemma4-31b-style", "gemma4", "Gemma4ForCausalLM", **gemma4_31b),
         _of("gemma4-26b-a4b-style", "gemma4", "Gemma4ForCausalLM", **gemma4_26b),

@@ -148,6 +148,7 @@ def test_what_once_differed_is_equal(name: str) -> None:
         "deepseek_v3",
         "ernie4_5",
         "gemma3",
+        "gemma3n",
         "gpt_neo",
         "granitemoehybrid",
         "mistral4",

@@ -179,6 +179,26 @@ def layer_kinds(*, default: float = 0.5, pattern: str = "") -> Callable[[random.
     return add
 
 
+def _gemma3n(chance: random.Random, config: Config) -> None:
+    """Kinds of layers, how many read the keys and values of others, MLPs, residual streams and inputs of layers."""
+    if chance.random() < 0.1:
+        config["num_hidden_layers"] = 11  # of which the first ten have few gates, where nothing is said
+    count, full, sliding = config["num_hidden_layers"], "full_attention", "sliding_attention"
+    kinds = [full if (i + 1) % 5 == 0 else sliding for i in range(count)]
+    if chance.random() < 0.8:
+        kinds = config["layer_types"] = [chance.choice((full, sliding)) for _ in range(count)]
+    most = max(shared for shared in range(count) if {*kinds[: count - shared]} == {*kinds})
+    config["num_kv_shared_layers"] = chance.randint(0, most)
+    if chance.random() < 0.5:
+        config["intermediate_size"] = [chance.choice((40, 72, 90)) for _ in range(count)]
+    if chance.random() < 0.8:
+        config["activation_sparsity_pattern"] = [chance.choice((0.0, 0.5, 0.95)) for _ in range(count)]
+    if chance.random() < 0.7:
+        config["altup_num_inputs"] = chance.choice((1, 2, 3))
+    config["altup_active_idx"] = chance.randrange(config.get("altup_num_inputs", 4))
+    config["vocab_size_per_layer_input"] = config["vocab_size"] + chance.choice((-40, 0, 3))
+
+
 def _gemma4(chance: random.Random, config: Config) -> None:
     """Kinds of layers, their heads and rotations, and how many read the keys and values of others."""
     if chance.random() < 0.1:
@@ -710,6 +730,22 @@ SPACES: dict[str, Space] = {
             "sliding_window": (..., *WINDOW),
         },
         (sizes(dim="always"), by_kind("rope_local_base_freq"), layer_kinds(pattern="sliding_window_pattern")),
+    ),
+    "gemma3n": Space(
+        "Gemma3nForCausalLM",
+        "gemma3n_text",
+        {
+            "hidden_activation": (..., "gelu_pytorch_tanh", "silu"),
+            "rms_norm_eps": EPS,
+            "attention_bias": FLAG,
+            "final_logit_softcapping": (..., 8.0),
+            "sliding_window": (..., *WINDOW),
+            "altup_correct_scale": FLAG,
+            "laurel_rank": (..., 3, 8),
+            "hidden_size_per_layer_input": (4, 12),
+            "pad_token_id": (0,),
+        },
+        (sizes(dim="always"), by_kind("rope_local_base_freq"), _gemma3n),
     ),
     "gemma4": Space(*("Gemma4ForCausalLM", "gemma4_text", _GEMMA4), (sizes(dim="always"), _gemma4, _gemma4_parts)),
     "gemma4_unified": Space(

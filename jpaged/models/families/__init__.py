@@ -11,6 +11,7 @@ from jpaged.models.families.exaone4 import Exaone4Family
 from jpaged.models.families.falcon import FalconFamily
 from jpaged.models.families.falcon_h1 import FalconH1Family
 from jpaged.models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from jpaged.models.families.gemma3n import GEMMA3N
 from jpaged.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from jpaged.models.families.glm import GLM, GLM4
 from jpaged.models.families.gpt2 import GPT2Family, GPTBigCodeFamily, GPTNeoFamily
@@ -109,6 +110,12 @@ _GEMMA3 = About(
     "Gemma 3",
     "270M, 1B, 4B, 12B, 27B; MedGemma; of multimodal checkpoints the text part",
     "as Gemma; norms before and after, of queries and keys; windows in five layers of six, with a RoPE of their own",
+)
+_GEMMA3N = About(
+    "Gemma 3n",
+    "E2B, E4B: of multimodal checkpoints the text part",
+    "as Gemma 3; several residual streams (AltUp); a learned residual; embeddings for each layer; layers that share"
+    " keys and values; in the first MLPs only the largest gates count",
 )
 _GEMMA4 = About(
     "Gemma 4",
@@ -308,6 +315,8 @@ register("GemmaForCausalLM", GEMMA, _GEMMA)
 register("Gemma2ForCausalLM", GEMMA2, _GEMMA2)
 register("Gemma3ForCausalLM", GEMMA3, _GEMMA3)
 register("Gemma3ForConditionalGeneration", GEMMA3, _GEMMA3)
+register("Gemma3nForCausalLM", GEMMA3N, _GEMMA3N)
+register("Gemma3nForConditionalGeneration", GEMMA3N, _GEMMA3N)
 register("Gemma4ForCausalLM", GEMMA4, _GEMMA4)
 register("Gemma4ForConditionalGeneration", GEMMA4, _GEMMA4)
 register("Gemma4UnifiedForCausalLM", GEMMA4_UNIFIED, _GEMMA4_UNIFIED)
