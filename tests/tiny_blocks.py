@@ -80,6 +80,26 @@ def models_of_blocks() -> list[TinyModel]:
         "top_k_experts": 3,
         "moe_intermediate_size": 40,
     }
+    thetas = {"full_attention": 10000.0, "sliding_attention": 100.0}
+    mimo = {
+        "model_type": "mimo_v2_flash",
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "v_head_dim": 16,
+        "attention_value_scale": 0.707,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.334}
+            for kind, theta in thetas.items()
+        },
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "routed_scaling_factor": None,
+        **window,
+    }
     longrope = {"rope_type": "longrope", "short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [2.0] * 6}
     phi = {"model_type": "phi3", "pad_token_id": 0}
     phi4_mini = phi | {
@@ -277,6 +297,7 @@ def models_of_blocks() -> list[TinyModel]:
         _of("gemma", "gemma", "GemmaForCausalLM", **gemma | {"hidden_activation": None, "hidden_act": "gelu"}),
         _of("gemma2", "gemma", "Gemma2ForCausalLM", **gemma2),
         _of("gemma3", "gemma", "Gemma3ForCausalLM", rope_scaling={"rope_type": "linear", "factor": 8.0}, **gemma3),
+        _of("mimo-v2-flash-style", "mimo", "MiMoV2FlashForCausalLM", **mimo),
         _of("gemma3n-e4b-style", "gemma3n", "Gemma3nForCausalLM", **gemma3n),
         _of("gemma4-e4b-style", "gemma4", "Gemma4ForCausalLM", **gemma4_e4b),
         _of("gemma4-31b-style", "gemma4", "Gemma4ForCausalLM", **gemma4_31b),

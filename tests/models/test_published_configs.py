@@ -276,6 +276,27 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         _GEMMA3N | {"intermediate_size": [16384] * 35, "num_hidden_layers": 35, "num_kv_shared_layers": 15},
         6_835_235_568,
     ),
+    "mimo-v2-flash": (
+        {
+            "architectures": ["MiMoV2FlashForCausalLM"],
+            "vocab_size": 152576,
+            "hidden_size": 4096,
+            "intermediate_size": 16384,
+            "moe_intermediate_size": 2048,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 4,
+            "swa_num_key_value_heads": 8,
+            "head_dim": 192,
+            "v_head_dim": 128,
+            "hybrid_layer_pattern": [int(i > 0 and (i + 1) % 6 > 0) for i in range(48)],
+            "moe_layer_freq": [0] + [1] * 47,
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "sliding_window_size": 128,
+        },
+        308_778_768_832 + 47 * 256,  # and what corrects the scores of experts
+    ),
     "gemma-4-e2b": (
         _GEMMA4
         | {

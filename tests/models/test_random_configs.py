@@ -151,6 +151,7 @@ def test_what_once_differed_is_equal(name: str) -> None:
         "gemma3n",
         "gpt_neo",
         "granitemoehybrid",
+        "mimo_v2_flash",
         "mistral4",
         "nemotron",
         "phimoe",

@@ -44,6 +44,7 @@ from jpaged.models.families.llama import (
 )
 from jpaged.models.families.llama4 import Llama4Family
 from jpaged.models.families.mamba2 import Mamba2Family
+from jpaged.models.families.mimo import MIMO_V2_FLASH
 from jpaged.models.families.mpt import MptFamily
 from jpaged.models.families.nanochat import NanoChatFamily
 from jpaged.models.families.nemotron import ARCEE, JAIS2, NEMOTRON
@@ -123,6 +124,12 @@ _GEMMA4 = About(
     "as Gemma 3; heads of two sizes; embeddings for each layer, layers that share keys and values; K = V; experts",
 )
 _GEMMA4_UNIFIED = About("Gemma 4 unified", "12B: the text part", "as Gemma 4 31B")
+_MIMO_V2_FLASH = About(
+    "MiMo-V2-Flash",
+    "309B-A15B",
+    "windows, sinks and more key-value heads in five layers of six; values narrower than keys, and scaled; RoPE on a"
+    " third of a head; experts chosen by a sigmoid with a bias",
+)
 _PHI = About(
     "Phi-1, Phi-2",
     "Phi-1, Phi-1.5, Phi-2",
@@ -311,6 +318,7 @@ register("IQuestCoderForCausalLM", IQUEST_CODER, _IQUEST_CODER)
 register("Ernie4_5_MoeForCausalLM", ERNIE45_MOE, _ERNIE45_MOE)
 register("HunYuanDenseV1ForCausalLM", HUNYUAN, _HUNYUAN)
 register("HunYuanMoEV1ForCausalLM", HUNYUAN_MOE, _HUNYUAN_MOE)
+register("MiMoV2FlashForCausalLM", MIMO_V2_FLASH, _MIMO_V2_FLASH)
 register("GemmaForCausalLM", GEMMA, _GEMMA)
 register("Gemma2ForCausalLM", GEMMA2, _GEMMA2)
 register("Gemma3ForCausalLM", GEMMA3, _GEMMA3)
