@@ -45,7 +45,6 @@ def write_multimodal(
     ("name", "architecture"),
     [
         ("gemma3", "Gemma3ForConditionalGeneration"),
-        ("gemma3n-e4b-style", "Gemma3nForConditionalGeneration"),
         ("mistral-full", "Mistral3ForConditionalGeneration"),
         ("llama4-scout-style", "Llama4ForConditionalGeneration"),
         ("ministral3", "Mistral3ForConditionalGeneration"),
