@@ -25,6 +25,27 @@ def models_of_blocks() -> list[TinyModel]:
         "rope_local_base_freq": 100.0,
         "rope_theta": 10000.0,
     }
+    gemma3n = gemma | {
+        "model_type": "gemma3n_text",
+        "num_hidden_layers": 4,
+        "layer_types": 2 * ["sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 2,
+        "head_dim": 16,
+        "intermediate_size": [90, 112, 112, 112],  # four shards pad the first
+        "activation_sparsity_pattern": [0.95, 0.7, 0.0, 0.0],
+        "altup_num_inputs": 4,
+        "altup_active_idx": 0,
+        "altup_coef_clip": 120.0,
+        "altup_correct_scale": True,
+        "laurel_rank": 8,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB_SIZE - 32,
+        "final_logit_softcapping": 8.0,
+        "rope_local_base_freq": 100.0,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "pad_token_id": 0,
+    }
     gemma4 = gemma | {
         "model_type": "gemma4_text",
         "layer_types": ["sliding_attention", "full_attention"],
@@ -58,6 +79,26 @@ def models_of_blocks() -> list[TinyModel]:
         "num_experts": 8,
         "top_k_experts": 3,
         "moe_intermediate_size": 40,
+    }
+    thetas = {"full_attention": 10000.0, "sliding_attention": 100.0}
+    mimo = {
+        "model_type": "mimo_v2_flash",
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "v_head_dim": 16,
+        "attention_value_scale": 0.707,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.334}
+            for kind, theta in thetas.items()
+        },
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "routed_scaling_factor": None,
+        **window,
     }
     longrope = {"rope_type": "longrope", "short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [2.0] * 6}
     phi = {"model_type": "phi3", "pad_token_id": 0}
@@ -256,6 +297,8 @@ def models_of_blocks() -> list[TinyModel]:
         _of("gemma", "gemma", "GemmaForCausalLM", **gemma | {"hidden_activation": None, "hidden_act": "gelu"}),
         _of("gemma2", "gemma", "Gemma2ForCausalLM", **gemma2),
         _of("gemma3", "gemma", "Gemma3ForCausalLM", rope_scaling={"rope_type": "linear", "factor": 8.0}, **gemma3),
+        _of("mimo-v2-flash-style", "mimo", "MiMoV2FlashForCausalLM", **mimo),
+        _of("gemma3n-e4b-style", "gemma3n", "Gemma3nForCausalLM", **gemma3n),
         _of("gemma4-e4b-style", "gemma4", "Gemma4ForCausalLM", **gemma4_e4b),
         _of("gemma4-31b-style", "gemma4", "Gemma4ForCausalLM", **gemma4_31b),
         _of("gemma4-26b-a4b-style", "gemma4", "Gemma4ForCausalLM", **gemma4_26b),

@@ -150,6 +150,7 @@ def _draw_parameter(case: TinyModel, name: str, shape: tuple[int, ...]) -> np.nd
         block, _, part = name.partition(".block_sparse_moe.")
         return draw(case, f"{block}.block_sparse_moe.{names[part]}" if part else name, shape)
     name = name.replace(".gate.moe_statics.", ".moe_statics.")  # of ERNIE 4.5
+    name = name.replace("self_attn.sinks", "self_attn.attention_sink_bias")  # of MiMo-V2-Flash
     prefix, _, part = name.rpartition(".experts.")
     if case.config["model_type"] in ("mixtral", "minimax_m2"):
         prefix, name = (one.replace(".mlp.", ".block_sparse_moe.") for one in (f"{prefix}.", name))

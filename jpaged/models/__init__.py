@@ -23,6 +23,7 @@ pytree, so optax can train it as it is; who prefers a Flax module takes one and 
 from jpaged.host.hub import resolve
 from jpaged.models import families as _families  # registers those of this package
 from jpaged.models.alibi import alibi_slopes
+from jpaged.models.altup import AltUp, AltUpStreams
 from jpaged.models.blocks import (
     Block,
     Decoder,
@@ -34,15 +35,15 @@ from jpaged.models.blocks import (
     decoder_fields,
 )
 from jpaged.models.collectives import Collectives
-from jpaged.models.config import KVHeads, ModelConfig
+from jpaged.models.config import KVHeads, ModelConfig, inner_columns
 from jpaged.models.config_reader import ConfigReader, divide_into_heads
 from jpaged.models.delta_net import GatedDeltaNet, delta_net_pieces
 from jpaged.models.dense import dense_causal_attend
 from jpaged.models.experts import ClampedSwiGLU, Routing, SparseConfig, SparseMLP, feed_forward, sigmoid_routing
-from jpaged.models.family import OTHER_PARTS, TEXT_PART_NAMES, Attend, CausalLM, Family
+from jpaged.models.family import OTHER_PARTS, TEXT_PART_NAMES, Attend, CausalLM, Family, unread_keys_and_values
 from jpaged.models.latent import LatentAttention, LatentConfig
-from jpaged.models.layer_inputs import LayerInput, LayerInputs
-from jpaged.models.layers import MLP, Attention, GatedMLP, run_layers
+from jpaged.models.layer_inputs import LayerInput, LayerInputs, layer_input_pieces, layer_inputs_pieces
+from jpaged.models.layers import MLP, Attention, GatedMLP, TopGatesMLP, run_layers
 from jpaged.models.linear import Embedding, Linear, PartialSum, Rows, times
 from jpaged.models.loading import pieces
 from jpaged.models.loading.checkpoint import load, save_pretrained
@@ -82,6 +83,8 @@ __all__ = [
     "PLAIN_XLA",
     "TEXT_PART_NAMES",
     "About",
+    "AltUp",
+    "AltUpStreams",
     "Attend",
     "Attention",
     "Block",
@@ -139,6 +142,7 @@ __all__ = [
     "Stream",
     "Temperature",
     "TiedTensor",
+    "TopGatesMLP",
     "UnscaledLayerNorm",
     "UnscaledRMSNorm",
     "Weights",
@@ -152,6 +156,9 @@ __all__ = [
     "described_architectures",
     "divide_into_heads",
     "feed_forward",
+    "inner_columns",
+    "layer_input_pieces",
+    "layer_inputs_pieces",
     "load",
     "mamba_pieces",
     "parameter",
@@ -169,6 +176,7 @@ __all__ = [
     "sparse_fields",
     "supported_architectures",
     "times",
+    "unread_keys_and_values",
     "window_rope",
     "without_image_sections",
     "yarn_temperature",

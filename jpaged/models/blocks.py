@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jpaged.models.altup import AltUpStreams
 from jpaged.models.collectives import Collectives
 from jpaged.models.config import ModelConfig, token_rows
 from jpaged.models.config_reader import ConfigReader, divide_into_heads
@@ -54,7 +55,7 @@ class DecoderConfig(ModelConfig):
     ropes: the rotations that layers have. layer_ropes: which of them, for each layer; None for no rotation.
     temperature: of attention, in the layers whose blocks are `tempered`.
     input_size: columns of what each layer reads beside the stream (`LayerInputs`), from a table of `input_vocab` token
-        ids; 0 for nothing.
+        ids; 0 for nothing. input_tokens: `LayerInputs`' num_tokens, where some ids have no row.
     """
 
     norm_eps: float
@@ -64,6 +65,7 @@ class DecoderConfig(ModelConfig):
     temperature: Temperature | None = None
     input_size: int = 0
     input_vocab: int = 0
+    input_tokens: int | None = None
 
     def shard(self, shards: int) -> Self:
         """As `ModelConfig.shard`."""
@@ -238,6 +240,8 @@ class Decoder(nnx.Module):
 
     block: makes the layer of a number. norm: makes the last norm.
     embedding_norm: of the embeddings, before the first layer (BLOOM).
+    streams: makes several residual streams of the embeddings, and one of them at the end (Gemma 3n). What a block finds
+        in `Stream`, and leaves there, is then [T, streams, hidden].
     head_bias: of the head, tied or not.
     """
 
@@ -252,6 +256,7 @@ class Decoder(nnx.Module):
         *,
         scales: Scales = UNSCALED,
         embedding_norm: Norm | None = None,
+        streams: AltUpStreams | None = None,
         head_bias: bool = False,
     ) -> None:
         vocab, hidden = config.vocab_size, config.hidden_size
@@ -259,9 +264,10 @@ class Decoder(nnx.Module):
         self.collectives, self.scales, self.sources = collectives, scales, config.layer_sources
         tied = config.tie_word_embeddings
         self.embedding = Embedding(vocab, hidden, hidden**-0.5, dtype, rngs, bias=head_bias and tied)
-        self.embedding_norm = embedding_norm
+        self.embedding_norm, self.streams = embedding_norm, streams
         sizes = config.input_vocab, config.num_layers, config.input_size, hidden
-        self.inputs = LayerInputs(*sizes, config.norm_eps, dtype, rngs) if config.input_size else None
+        options: dict[str, Any] = {"num_tokens": config.input_tokens}
+        self.inputs = LayerInputs(*sizes, config.norm_eps, dtype, rngs, **options) if config.input_size else None
         self.layers = nnx.List(block(layer) for layer in range(config.num_layers))
         self.norm = norm()
         self.lm_head = None if tied else Embedding(vocab, hidden, hidden**-0.5, dtype, rngs, bias=head_bias)
@@ -281,7 +287,11 @@ class Decoder(nnx.Module):
             of_layers = self.inputs(tokens, stream.value(), self.collectives)
             own = [(places._replace(layer_input=one),) for one in of_layers]
         shared = (places,) if own is None else ()
+        if self.streams is not None:
+            stream.replace(self.streams.begin(stream.value(), stream.backend))
         run_layers(self.layers, stream, shared, attend, own=own, sources=self.sources)
+        if self.streams is not None:
+            stream.replace(self.streams.end(stream.value(), stream.backend))
         return stream.normed(self.norm)
 
     def logits(self, hidden: jax.Array) -> jax.Array:

@@ -204,6 +204,21 @@ class ConfigReader:
         window = self.integer("sliding_window", default)
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
+    def layer_sources(self, kinds: tuple[str, ...], default: int = 0) -> tuple[int | None, ...]:
+        """`ModelConfig.layer_sources`: the last "num_kv_shared_layers" read what the last one before them of their kind
+        keeps.
+
+        default: where config.json has no "num_kv_shared_layers".
+        """
+        own = len(kinds) - self.count("num_kv_shared_layers", default)
+        if {*kinds[: max(own, 0)]} != {*kinds}:
+            raise CheckpointError(
+                f"config.json: num_kv_shared_layers ({len(kinds) - own}) leaves no layer of some type with keys and"
+                " values."
+            )
+        last = {kind: own - 1 - kinds[own - 1 :: -1].index(kind) for kind in kinds}
+        return tuple(None if layer < own else last[kind] for layer, kind in enumerate(kinds))
+
     def kinds_of_layers(self, num_layers: int, every: int) -> tuple[str, ...]:
         """`layer_kinds`; where it is not said, every so many layers one is "full_attention" and the others are not.
 

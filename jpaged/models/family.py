@@ -3,7 +3,7 @@
 `jpaged.models.register` makes a family known. docs/adding_a_model.md adds one in a file outside this package.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -27,8 +27,20 @@ TEXT_PART_NAMES = (
 )
 """`aliases` of a family whose models may be the text part of a multimodal checkpoint."""
 
-OTHER_PARTS = r"^(model\.)?(vision_tower|multi_modal_projector|mm_projector)\."
+OTHER_PARTS = (
+    r"^(model\.)?(vision_tower|vision_embedder|multi_modal_projector|mm_projector|audio_tower|embed_vision"
+    r"|embed_audio)\."
+)
 """The other parts of such a checkpoint, for `derived_tensors`."""
+
+
+def unread_keys_and_values(layer_sources: Sequence[int | None]) -> str:
+    """For `passed_over`: projections and norms of keys and values that checkpoints hold of layers that read others'.
+
+    layer_sources: of a `ModelConfig`.
+    """
+    layers = "|".join(str(layer) for layer, source in enumerate(layer_sources) if source is not None)
+    return rf"layers\.({layers})\.self_attn\.[kv]_(proj|norm)\." if layers else ""
 
 
 class Attend(Protocol):

@@ -11,7 +11,7 @@ from flax import nnx
 from jpaged.models.collectives import ALONE, Collectives
 from jpaged.models.config import ModelConfig
 from jpaged.models.family import Attend
-from jpaged.models.linear import Linear, PartialSum, Reader, Rounding, Rows
+from jpaged.models.linear import Linear, PartialSum, Reader, Rounding, Rows, times
 from jpaged.models.norms import HeadNorms, Norm
 from jpaged.models.parameters import Constant, parameter
 from jpaged.models.residual import Stream
@@ -92,6 +92,9 @@ class Attention(Reader):
 
     layer: its number, which picks its window of `config.layer_windows`, and its heads.
     keys_are_values: keys and values are one projection, qkv [hidden, kv_heads, group + 1, head_dim] (Gemma 4).
+    narrow_values: values have so many columns, fewer than keys, and a product of their own, [hidden, kv_heads, 1,
+        narrow_values]; `Attend` and the cache get them with zeros behind, as wide as keys (MiMo). Without a norm.
+    value_scale: multiplies values then.
     scale: multiplies the product of query and key; head_dim ** -0.5 if None.
     logit_softcap: scores become cap * tanh(score / cap) (Gemma 2).
     alibi_slopes: of all heads of all shards; the score loses slope times distance (Press et al. 2021,
@@ -118,6 +121,8 @@ class Attention(Reader):
         sinks: bool = False,
         gated: bool = False,
         keys_are_values: bool = False,
+        narrow_values: int | None = None,
+        value_scale: float = 1.0,
         collectives: Collectives = ALONE,
     ) -> None:
         config = config.of_layer(layer)
@@ -128,7 +133,8 @@ class Attention(Reader):
         self.sliding_window = config.layer_windows[layer]
         self.chunked = config.chunked_windows and self.sliding_window is not None
         self.kv_heads, self.group, self.keys_are_values = config.num_kv_heads, config.group_size, keys_are_values
-        slots = 1 if keys_are_values else 2
+        self.narrow_values, self.value_scale = narrow_values, value_scale
+        slots = 1 if keys_are_values or narrow_values is not None else 2
 
         def first(outputs: tuple[int, ...], kv_slots: int) -> Linear:
             options: dict[str, Any] = {"shard_axis": 1, "bias": qkv_bias, "kv_slots": kv_slots}
@@ -137,16 +143,18 @@ class Attention(Reader):
         keeps = config.layer_sources[layer] is None
         self.qkv = first((self.kv_heads, self.group + slots, dim), slots) if keeps else None
         self.queries = None if keeps else first((heads, dim), 0)
+        self.values = None if narrow_values is None else first((self.kv_heads, 1, narrow_values), 1)
         # As many as query heads, which are split over shards as they stand.
         self.sinks = parameter(rngs, Constant(0.0), (heads,), dtype, 0) if sinks else None
         of_queries, std = (heads, dim), hidden**-0.5
         self.gate = Linear((hidden,), of_queries, std, dtype, rngs, shard_axis=1, bias=qkv_bias) if gated else None
-        out_std = (heads * dim * 2 * config.num_layers) ** -0.5
-        self.out = Linear((heads, dim), (hidden,), out_std, dtype, rngs, shard_axis=0, bias=output_bias)
+        given = dim if narrow_values is None else narrow_values
+        out_std = (heads * given * 2 * config.num_layers) ** -0.5
+        self.out = Linear((heads, given), (hidden,), out_std, dtype, rngs, shard_axis=0, bias=output_bias)
 
     def rounding(self, backend: str | None) -> Rounding | None:
         """None where two products read it."""
-        return self._first.rounding(backend) if self.gate is None else None
+        return self._first.rounding(backend) if self.gate is None and self.values is None else None
 
     @property
     def _first(self) -> Linear:
@@ -190,6 +198,7 @@ class Attention(Reader):
             alibi_slopes=self._own_slopes(),
             **rare,
         )
+        y = y if self.narrow_values is None else y[..., : self.narrow_values]
         if self.gate is not None:
             y = y * jax.nn.sigmoid(self.gate(x, backend=backend))
         return self.out.partial_sum(y, backend)
@@ -198,7 +207,7 @@ class Attention(Reader):
         self, x: Rows, attend: Attend, norms: tuple[Norm, ...] | HeadNorms | None, backend: str | None
     ) -> tuple[jax.Array | Sums, tuple[jax.Array, jax.Array] | None, float]:
         """qkv, and the scales and the epsilon of norms that are still to be computed."""
-        if self.qkv is None or self.keys_are_values:
+        if self.qkv is None or self.keys_are_values or self.values is not None:
             return self._normed(x, norms, backend), None, 0.0
         in_kernel = _kernel_scales(*norms) if isinstance(norms, tuple) and len(norms) == 2 else None
         if in_kernel is not None or norms is None:
@@ -215,6 +224,10 @@ class Attention(Reader):
             qkv = qkv.reshape(*qkv.shape[:-2], self.kv_heads, self.group, qkv.shape[-1])
         elif self.keys_are_values:
             qkv = jnp.concatenate([qkv, qkv[..., self.group :, :]], axis=-2)
+        elif self.values is not None:
+            values = times(self.values(x, backend=backend), self.value_scale)
+            behind = [(0, 0)] * (values.ndim - 1) + [(0, qkv.shape[-1] - values.shape[-1])]
+            qkv = jnp.concatenate([qkv, jnp.pad(values, behind)], axis=-2)
         if norms is None:
             return qkv
         return norms(qkv, self.collectives) if isinstance(norms, HeadNorms) else _norm_heads(qkv, self.group, norms)
@@ -316,6 +329,44 @@ class GatedMLP(Reader):
         """
         inner = self.gate_up.gated(x, self.activation, backend, self.down.rounding(backend))
         return self.down.partial_sum(inner, backend)
+
+
+class TopGatesMLP(GatedMLP):
+    """A `GatedMLP` in which only the largest gates of a token count, found without sorting: those that are `cutoff`
+    standard deviations above their mean, less that threshold ("statistical top-k", You et al. 2025, arXiv:2506.06644).
+
+    columns: gates of a token, of all shards, without padding. collectives: of the shards, which add up two numbers a
+        token: one more exchange a layer.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        activation: str,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        *,
+        cutoff: float,
+        columns: int,
+        collectives: Collectives,
+    ) -> None:
+        super().__init__(config, activation, dtype, rngs)
+        self.cutoff, self.columns, self.collectives = cutoff, columns, collectives
+
+    def __call__(self, x: Rows, backend: str | None = "xla") -> PartialSum:
+        """As of `GatedMLP`."""
+        gate, up = jnp.moveaxis(self.gate_up(x, backend=backend), 1, 0)
+        wide = gate.astype(jnp.float32)
+        sums = jnp.stack([jnp.sum(wide, axis=-1), jnp.sum(jnp.square(wide), axis=-1)], axis=-1)
+        mean, square = jnp.moveaxis(self.collectives.all_reduce(sums) / self.columns, -1, 0)
+        # A root of zero would have no gradient.
+        deviation = jnp.sqrt(jnp.maximum(square - jnp.square(mean), _LEAST_VARIANCE))
+        above = jax.nn.relu(wide - (mean + self.cutoff * deviation)[:, None])
+        inner = ACTIVATIONS[self.activation](above).astype(up.dtype) * up
+        return self.down.partial_sum(inner, backend)
+
+
+_LEAST_VARIANCE = 1e-12
 
 
 def _down(config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs, bias: bool) -> Linear:

@@ -88,7 +88,8 @@ PLAIN_XLA = Kernels()
 class Stream:
     """What layers pass on.
 
-    x: [T, hidden], without what is `pending`.
+    x: [T, hidden], without what is `pending`. Between the blocks of a model with several streams (`altup`),
+        [T, streams, hidden].
     pending: a sum that has still to be added.
     exchange, backend, live, counts: see `Kernels`; no exchange where it has no room for as many rows.
     """
@@ -143,7 +144,7 @@ class Stream:
         return self.x
 
     def replace(self, x: jax.Array) -> None:
-        """Makes x [T, hidden] the stream, whatever it was: for norms that stand after the residual sums."""
+        """Makes x the stream, whatever it was: for norms that stand after the residual sums, and several streams."""
         self.x, self.pending = x, None
 
     def normed(self, norm: Norm) -> jax.Array:

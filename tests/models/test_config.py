@@ -164,6 +164,8 @@ def test_an_unknown_architecture_is_answered_with_the_supported_ones() -> None:
         ("gemma4-31b-style", {"per_layer_config": {"0": {"sliding_window": 4}}}, "per_layer_config may say head_dim"),
         ("gemma4-31b-style", {"per_layer_config": {"1": {"head_dim": 8}}}, "equal for all layers of a type"),
         ("gemma4-e4b-style", {"vocab_size_per_layer_input": 100}, "vocab_size_per_layer_input"),
+        ("mimo-v2-flash-style", {"v_head_dim": 32}, r"v_head_dim \(32\) above head_dim \(24\)"),
+        ("mimo-v2-flash-style", {"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias"),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
         ("mpt", {"attn_config": {"alibi": False}}, "alibi"),
         ("mpt", {"attn_config": {"qk_ln": True}}, "qk_ln"),
@@ -233,7 +235,13 @@ def test_a_number_that_is_left_out_is_said_to_be_the_default_of_its_family() -> 
         ("phi4-mini", {"partial_rotary_factor": 0.1}, "even number"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
         ("gemma2", {"final_logit_softcapping": 0}, "final_logit_softcapping"),
+        ("gemma3n-e4b-style", {"altup_active_idx": 4}, r"altup_active_idx \(4\) must be below altup_num_inputs"),
+        ("gemma3n-e4b-style", {"intermediate_size": [112]}, "intermediate_size must list 4 layers"),
+        ("gemma3n-e4b-style", {"intermediate_size": [112] * 3 + [0]}, "'intermediate_size' must be a positive integer"),
+        ("gemma3n-e4b-style", {"activation_sparsity_pattern": 0.95}, "activation_sparsity_pattern must list"),
+        ("gemma3n-e4b-style", {"activation_sparsity_pattern": [1.0] * 4}, "activation_sparsity_pattern must list"),
         ("gemma4-e4b-style", {"num_kv_shared_layers": 3}, "num_kv_shared_layers"),
+        ("mimo-v2-flash-style", {"mlp_layer_types": None, "moe_layer_freq": [0, 2, 1]}, "moe_layer_freq must list 0"),
         ("gemma4-26b-a4b-style", {"num_global_key_value_heads": 3}, r"num_key_value_heads \(3"),
         ("gemma4-26b-a4b-style", {"top_k_experts": 9}, "num_experts_per_tok"),
         ("mpt", {"attn_config": "alibi"}, "attn_config"),
@@ -280,6 +288,15 @@ def test_gemma_4s_layers_have_the_heads_and_the_sources_of_their_type() -> None:
     split = ModelConfig.from_dict(tiny_model("gemma4-26b-a4b-style").config).shard(2)
     assert [split.of_layer(layer).num_kv_heads for layer in (0, 2)] == [1, 1]
     assert [split.of_layer(layer).kv_head_copies for layer in (0, 2)] == [1, 2]
+
+
+def test_layers_of_mimo_are_read_as_they_are_published_too() -> None:
+    config = tiny_model("mimo-v2-flash-style").config
+    said = {"hybrid_layer_pattern": [0, 1, 0], "moe_layer_freq": [0, 1, 1], "sliding_window_size": 11}
+    said |= {"rope_theta": 1e4, "swa_rope_theta": 100, "partial_rotary_factor": 0.334, "layernorm_epsilon": 1e-5}
+    others = "layer_types", "mlp_layer_types", "rope_parameters", "sliding_window", "rms_norm_eps"
+    published = {name: value for name, value in config.items() if name not in others} | said
+    assert ModelConfig.from_dict(published) == ModelConfig.from_dict(config)
 
 
 @pytest.mark.parametrize("written", ["{}", "0{}"], ids=["plain", "padded with zeros"])

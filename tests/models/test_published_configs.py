@@ -150,6 +150,20 @@ LFM2 = {
     "torch_dtype": "bfloat16",
 }
 
+_GEMMA3N = {
+    "architectures": ["Gemma3nForCausalLM"],
+    "vocab_size": 262400,
+    "vocab_size_per_layer_input": 262144,
+    "hidden_size": 2048,
+    "hidden_size_per_layer_input": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "altup_num_inputs": 4,
+    "laurel_rank": 64,
+    "sliding_window": 512,
+    "max_position_embeddings": 32768,
+}
 _GEMMA4 = {
     "architectures": ["Gemma4ForCausalLM"],
     "vocab_size": 262144,
@@ -246,6 +260,42 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
             "rope_local_base_freq": 10000,
         },
         999_885_952,
+    ),
+    "gemma-3n-e2b": (
+        _GEMMA3N
+        | {
+            "intermediate_size": [8192] * 30,
+            "num_hidden_layers": 30,
+            "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 6,
+            "num_kv_shared_layers": 10,
+            "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 20,
+        },
+        4_435_182_688,
+    ),
+    "gemma-3n-e4b": (
+        _GEMMA3N | {"intermediate_size": [16384] * 35, "num_hidden_layers": 35, "num_kv_shared_layers": 15},
+        6_835_235_568,
+    ),
+    "mimo-v2-flash": (
+        {
+            "architectures": ["MiMoV2FlashForCausalLM"],
+            "vocab_size": 152576,
+            "hidden_size": 4096,
+            "intermediate_size": 16384,
+            "moe_intermediate_size": 2048,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 4,
+            "swa_num_key_value_heads": 8,
+            "head_dim": 192,
+            "v_head_dim": 128,
+            "hybrid_layer_pattern": [int(i > 0 and (i + 1) % 6 > 0) for i in range(48)],
+            "moe_layer_freq": [0] + [1] * 47,
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "sliding_window_size": 128,
+        },
+        308_778_768_832 + 47 * 256,  # and what corrects the scores of experts
     ),
     "gemma-4-e2b": (
         _GEMMA4

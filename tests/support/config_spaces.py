@@ -179,6 +179,44 @@ def layer_kinds(*, default: float = 0.5, pattern: str = "") -> Callable[[random.
     return add
 
 
+def _gemma3n(chance: random.Random, config: Config) -> None:
+    """Kinds of layers, how many read the keys and values of others, MLPs, residual streams and inputs of layers."""
+    if chance.random() < 0.1:
+        config["num_hidden_layers"] = 11  # of which the first ten have few gates, where nothing is said
+    count, full, sliding = config["num_hidden_layers"], "full_attention", "sliding_attention"
+    kinds = [full if (i + 1) % 5 == 0 else sliding for i in range(count)]
+    if chance.random() < 0.8:
+        kinds = config["layer_types"] = [chance.choice((full, sliding)) for _ in range(count)]
+    most = max(shared for shared in range(count) if {*kinds[: count - shared]} == {*kinds})
+    config["num_kv_shared_layers"] = chance.randint(0, most)
+    if chance.random() < 0.5:
+        config["intermediate_size"] = [chance.choice((40, 72, 90)) for _ in range(count)]
+    if chance.random() < 0.8:
+        config["activation_sparsity_pattern"] = [chance.choice((0.0, 0.5, 0.95)) for _ in range(count)]
+    if chance.random() < 0.7:
+        config["altup_num_inputs"] = chance.choice((1, 2, 3))
+    config["altup_active_idx"] = chance.randrange(config.get("altup_num_inputs", 4))
+    config["vocab_size_per_layer_input"] = config["vocab_size"] + chance.choice((-40, 0, 3))
+
+
+def _mimo(chance: random.Random, config: Config) -> None:
+    """Heads, of which layers with windows have twice as many of keys and values; values, kinds of layers, rotations."""
+    heads = config["num_attention_heads"] = 2 * config["num_attention_heads"]
+    config["num_key_value_heads"] = chance.choice([n for n in range(1, heads) if heads % (2 * n) == 0])
+    config["v_head_dim"] = chance.choice((4, 6, 8))
+    count, kinds = config["num_hidden_layers"], ("full_attention", "sliding_attention")
+    if chance.random() < 0.6:
+        config["layer_types"] = [chance.choice(kinds) for _ in range(count)]
+    if chance.random() < 0.6:
+        config["mlp_layer_types"] = [chance.choice(("dense", "sparse")) for _ in range(count)]
+    if chance.random() < 0.6:
+        thetas, fraction = dict.fromkeys(kinds, 1e4) | {"sliding_attention": 100.0}, chance.choice((0.334, 0.5, 1.0))
+        config["rope_parameters"] = {
+            kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": fraction}
+            for kind, theta in thetas.items()
+        }
+
+
 def _gemma4(chance: random.Random, config: Config) -> None:
     """Kinds of layers, their heads and rotations, and how many read the keys and values of others."""
     if chance.random() < 0.1:
@@ -723,6 +761,36 @@ SPACES: dict[str, Space] = {
             "sliding_window": (..., *WINDOW),
         },
         (sizes(dim="always"), by_kind("rope_local_base_freq"), layer_kinds(pattern="sliding_window_pattern")),
+    ),
+    "gemma3n": Space(
+        "Gemma3nForCausalLM",
+        "gemma3n_text",
+        {
+            "hidden_activation": (..., "gelu_pytorch_tanh", "silu"),
+            "rms_norm_eps": EPS,
+            "attention_bias": FLAG,
+            "final_logit_softcapping": (..., 8.0),
+            "sliding_window": (..., *WINDOW),
+            "altup_correct_scale": FLAG,
+            "laurel_rank": (..., 3, 8),
+            "hidden_size_per_layer_input": (4, 12),
+            "pad_token_id": (0,),
+        },
+        (sizes(dim="always"), by_kind("rope_local_base_freq"), _gemma3n),
+    ),
+    "mimo_v2_flash": Space(
+        "MiMoV2FlashForCausalLM",
+        "mimo_v2_flash",
+        _QWEN
+        | {
+            "attention_bias": FLAG,
+            "attention_value_scale": (..., None, 0.5),
+            "sliding_window": (..., *WINDOW),
+            "sliding_window_size": (..., ..., 5),
+            "norm_topk_prob": FLAG,
+            "routed_scaling_factor": (..., None, 2.5),
+        },
+        (sizes(dim="always"), _mimo, experts(**_SPLIT_EXPERTS), groups),
     ),
     "gemma4": Space(*("Gemma4ForCausalLM", "gemma4_text", _GEMMA4), (sizes(dim="always"), _gemma4, _gemma4_parts)),
     "gemma4_unified": Space(

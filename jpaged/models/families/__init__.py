@@ -11,6 +11,7 @@ from jpaged.models.families.exaone4 import Exaone4Family
 from jpaged.models.families.falcon import FalconFamily
 from jpaged.models.families.falcon_h1 import FalconH1Family
 from jpaged.models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from jpaged.models.families.gemma3n import GEMMA3N
 from jpaged.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from jpaged.models.families.glm import GLM, GLM4
 from jpaged.models.families.gpt2 import GPT2Family, GPTBigCodeFamily, GPTNeoFamily
@@ -44,6 +45,7 @@ from jpaged.models.families.llama import (
 )
 from jpaged.models.families.llama4 import Llama4Family
 from jpaged.models.families.mamba2 import Mamba2Family
+from jpaged.models.families.mimo import MIMO_V2_FLASH
 from jpaged.models.families.mpt import MptFamily
 from jpaged.models.families.nanochat import NanoChatFamily
 from jpaged.models.families.nemotron import ARCEE, JAIS2, NEMOTRON
@@ -112,12 +114,24 @@ _GEMMA3 = About(
     "270M, 1B, 4B, 12B, 27B; MedGemma; of multimodal checkpoints the text part",
     "as Gemma; norms before and after, of queries and keys; windows in five layers of six, with a RoPE of their own",
 )
+_GEMMA3N = About(
+    "Gemma 3n",
+    "E2B, E4B: of multimodal checkpoints the text part",
+    "as Gemma 3; several residual streams (AltUp); a learned residual; embeddings for each layer; layers that share"
+    " keys and values; in the first MLPs only the largest gates count",
+)
 _GEMMA4 = About(
     "Gemma 4",
     "E2B, E4B, 31B, 26B-A4B; of multimodal checkpoints the text part",
     "as Gemma 3; heads of two sizes; embeddings for each layer, layers that share keys and values; K = V; experts",
 )
 _GEMMA4_UNIFIED = About("Gemma 4 unified", "12B: the text part", "as Gemma 4 31B")
+_MIMO_V2_FLASH = About(
+    "MiMo-V2-Flash",
+    "309B-A15B",
+    "windows, sinks and more key-value heads in five layers of six; values narrower than keys, and scaled; RoPE on a"
+    " third of a head; experts chosen by a sigmoid with a bias",
+)
 _PHI = About(
     "Phi-1, Phi-2",
     "Phi-1, Phi-1.5, Phi-2",
@@ -308,10 +322,13 @@ register("IQuestCoderForCausalLM", IQUEST_CODER, _IQUEST_CODER)
 register("Ernie4_5_MoeForCausalLM", ERNIE45_MOE, _ERNIE45_MOE)
 register("HunYuanDenseV1ForCausalLM", HUNYUAN, _HUNYUAN)
 register("HunYuanMoEV1ForCausalLM", HUNYUAN_MOE, _HUNYUAN_MOE)
+register("MiMoV2FlashForCausalLM", MIMO_V2_FLASH, _MIMO_V2_FLASH)
 register("GemmaForCausalLM", GEMMA, _GEMMA)
 register("Gemma2ForCausalLM", GEMMA2, _GEMMA2)
 register("Gemma3ForCausalLM", GEMMA3, _GEMMA3)
 register("Gemma3ForConditionalGeneration", GEMMA3, _GEMMA3)
+register("Gemma3nForCausalLM", GEMMA3N, _GEMMA3N)
+register("Gemma3nForConditionalGeneration", GEMMA3N, _GEMMA3N)
 register("Gemma4ForCausalLM", GEMMA4, _GEMMA4)
 register("Gemma4ForConditionalGeneration", GEMMA4, _GEMMA4)
 register("Gemma4UnifiedForCausalLM", GEMMA4_UNIFIED, _GEMMA4_UNIFIED)

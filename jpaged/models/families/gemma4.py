@@ -24,8 +24,8 @@ from jpaged.models.collectives import Collectives
 from jpaged.models.config import KVHeads
 from jpaged.models.config_reader import ConfigReader
 from jpaged.models.experts import Routing, SparseConfig, SparseMLP
-from jpaged.models.family import TEXT_PART_NAMES, Attend
-from jpaged.models.layer_inputs import LayerInput
+from jpaged.models.family import OTHER_PARTS, TEXT_PART_NAMES, Attend, unread_keys_and_values
+from jpaged.models.layer_inputs import LayerInput, layer_input_pieces, layer_inputs_pieces
 from jpaged.models.layers import Attention, GatedMLP
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
@@ -128,15 +128,11 @@ class Gemma4Family:
     other_types: tuple[str, ...]
 
     base_prefix = "model."
-    derived_tensors = (
-        r"rotary_emb\.\w*inv_freq$|^(model\.)?(vision_tower|vision_embedder|audio_tower|embed_vision|embed_audio)\."
-    )
+    derived_tensors = rf"rotary_emb\.\w*inv_freq$|{OTHER_PARTS}"
     aliases = TEXT_PART_NAMES
 
     def passed_over(self, config: Gemma4Config) -> str:
-        """Keys and values that published checkpoints hold of layers that read others'."""
-        layers = "|".join(str(layer) for layer, source in enumerate(config.layer_sources) if source is not None)
-        return rf"layers\.({layers})\.self_attn\.[kv]_(proj|norm)\." if layers else ""
+        return unread_keys_and_values(config.layer_sources)
 
     def read_config(self, read: ConfigReader) -> Gemma4Config:
         if "text_config" in read.config:
@@ -162,7 +158,7 @@ class Gemma4Family:
         kinds = read.layer_kinds(num_layers) or [_FULL if (i + 1) % 6 == 0 else _SLIDING for i in range(num_layers)]
         kinds = (*kinds[:-1], _FULL)
         heads = _heads(read, kinds, KVHeads(fields["num_kv_heads"], fields["head_dim"]))
-        sources = _sources(read, kinds)
+        sources = read.layer_sources(kinds)
         shares_keys = read.flag("attention_k_eq_v", False)
         length = read.integer("max_position_embeddings", self.length)
         rotation: dict[str, Any] = {"max_model_len": read.max_model_len, "layers": _FULL}
@@ -222,11 +218,7 @@ class Gemma4Family:
             yield from _layer(f"model.layers.{i}", f"layers.{i}", config, i)
         yield pieces.norm("model.norm", "norm", hidden)
         if size:
-            tensor = "model.embed_tokens_per_layer.weight"
-            yield pieces.as_is(tensor, "inputs.embedding", config.input_vocab, layers * size)
-            tensor, split = "model.per_layer_model_projection.weight", (layers, size, hidden)
-            yield Piece(tensor, (layers * size, hidden), "inputs.projection", split, (2, 0, 1))
-            yield pieces.norm("model.per_layer_projection_norm", "inputs.norm", size)
+            yield from layer_inputs_pieces(config.input_vocab, layers, size, hidden)
         yield pieces.head("lm_head.weight", "model.embed_tokens.weight", config)
 
 
@@ -254,12 +246,7 @@ def _layer(theirs: str, ours: str, config: Gemma4Config, layer: int) -> Iterator
         both = f"{theirs}.experts", f"{ours}.experts.experts"
         yield from pieces.joined_experts(*both, hidden, config.expert_size, experts)
     if config.input_size:
-        norms["post_per_layer_input_norm"] = "input.norm"
-        yield pieces.transposed(
-            f"{theirs}.per_layer_input_gate.weight", f"{ours}.input.gate", hidden, config.input_size
-        )
-        tensor = f"{theirs}.per_layer_projection.weight"
-        yield pieces.transposed(tensor, f"{ours}.input.projection", config.input_size, hidden)
+        yield from layer_input_pieces(theirs, f"{ours}.input", config.input_size, hidden)
     for name, norm in norms.items():
         yield pieces.norm(f"{theirs}.{name}", f"{ours}.{norm}", hidden)
     yield from pieces.gated_mlp(f"{theirs}.mlp", f"{ours}.mlp", hidden, config.inner_size(layer))
@@ -294,17 +281,6 @@ def _heads(read: ConfigReader, kinds: tuple[str, ...], usual: KVHeads) -> tuple[
     if len({*zip(kinds, heads, strict=True)}) > len({*kinds}):
         raise UnsupportedModelError("config.json: per_layer_config must be equal for all layers of a type.")
     return tuple(heads)
-
-
-def _sources(read: ConfigReader, kinds: tuple[str, ...]) -> tuple[int | None, ...]:
-    """The last layers read what the last one before them of their kind keeps."""
-    own = len(kinds) - read.count("num_kv_shared_layers", 0)
-    if {*kinds[: max(own, 0)]} != {*kinds}:
-        raise CheckpointError(
-            f"config.json: num_kv_shared_layers ({len(kinds) - own}) leaves no layer of some type with keys and values."
-        )
-    last = {kind: own - 1 - kinds[own - 1 :: -1].index(kind) for kind in kinds}
-    return tuple(None if layer < own else last[kind] for layer, kind in enumerate(kinds))
 
 
 _DENSE = {"input_size": 0, "length": 262144, "window": 1024}

@@ -227,16 +227,22 @@ def separate_qkv(
     order: tuple[int, ...] = (),
     gated: bool = False,
     values: bool = True,
+    narrow_values: int | None = None,
 ) -> Iterator[Piece]:
     """q_proj, k_proj and v_proj, torch linear layers, into `Attention`'s qkv.
 
     order: of the columns of queries and keys (`Rope.column_order`).
     gated: in q_proj each head's query is followed by its gate, for `Attention`'s gate.
     values: there is a v_proj; False where `keys_are_values`.
+    narrow_values: as of `Attention`, whose values the v_proj then is.
     """
     hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
     for name, split, slot, copies in _qkv_parts(config):
         if name == "v" and not values:
+            continue
+        if name == "v" and narrow_values is not None:
+            of_values, narrow = f"{parameter}.values", (*split[:2], narrow_values)
+            yield from _projection(f"{prefix}.v_proj", of_values, hidden, narrow, 0, copies, (), bias=bias)
             continue
         tensor, reorder = f"{prefix}.{name}_proj", () if name == "v" else order
         part = Part((*split[:2], 2, dim), 2, 0, 1) if gated and name == "q" else None
@@ -364,9 +370,12 @@ def _projection(
         yield Piece(f"{prefix}.bias", (rows,), f"{parameter}_bias", split, (0, 1, 2), start[1:], part=part, **options)
 
 
-def output_projection(prefix: str, parameter: str, config: AttentionShape, *, bias: bool) -> Iterator[Piece]:
-    """The torch linear layer after attention, into `Attention`'s out."""
-    hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
+def output_projection(
+    prefix: str, parameter: str, config: AttentionShape, *, bias: bool, narrow_values: int | None = None
+) -> Iterator[Piece]:
+    """The torch linear layer after attention, into `Attention`'s out. narrow_values: as of `Attention`."""
+    hidden, heads = config.hidden_size, config.num_heads
+    dim = config.head_dim if narrow_values is None else narrow_values
     yield Piece(f"{prefix}.weight", (hidden, heads * dim), f"{parameter}.out", (hidden, heads, dim), (1, 2, 0))
     if bias:
         yield as_is(f"{prefix}.bias", f"{parameter}.out_bias", hidden)

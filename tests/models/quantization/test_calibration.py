@@ -291,6 +291,8 @@ def test_what_cannot_be_calibrated_is_named_and_nothing_is_left(plain: Path, tmp
     latent = plain_checkpoint("deepseek-v3", tmp_path / "latent", moe_intermediate_size=64)
     options = {"source": latent, "scheme": "fp8", "kv_cache": "fp8"}
     refused(UnsupportedModelError, "kv_cache='fp8' is not supported for a DeepseekV3", **options)
+    shared = {"source": plain_checkpoint("gemma4-e4b-style", tmp_path / "shared"), "scheme": "fp8", "kv_cache": "fp8"}
+    refused(UnsupportedModelError, "layers that read others' keys and values, or inputs of their own", **shared)
     refused(InvalidParameterError, "damping must be above 0", damping=0)
     refused(InvalidParameterError, "calibration must have texts with tokens", calibration=[[]])
     refused(InvalidParameterError, f"has the token {VOCAB_SIZE}, which is not one", calibration=[[5, VOCAB_SIZE]])
