@@ -30,7 +30,6 @@ from jpaged import pallas_kernels as ops
 from jpaged.pallas_kernels.common.triton_targets import FAMILY, SHARED_BYTES
 from jpaged.pallas_kernels.few_rows_fp8_product import api as few
 from jpaged.pallas_kernels.few_rows_fp8_product.operands import UnroundedRows
-from jpaged.pallas_kernels.quantized_grouped_product.api import EIGHT_BITS
 from jpaged.pallas_kernels.round_rows.operands import type_of_sums
 from tests.support.triton_compile import compiled, launches
 
@@ -195,7 +194,6 @@ def few_bits_of_experts() -> Iterator[tuple[str, Callable[..., Any], dict[str, A
         (65_536, "fp8", None, jnp.bfloat16, False),
         (8, "fp8", 128, jnp.bfloat16, False),
         (65_536, "fp8", 128, jnp.bfloat16, False),
-        (65_536, "int8", 128, jnp.bfloat16, False),
         (8, "int4", 128, jnp.bfloat16, True),
         (4096, "int4", 64, jnp.bfloat16, False),
         (8192, "int4", 128, jnp.float16, True),
@@ -207,10 +205,10 @@ def few_bits_of_experts() -> Iterator[tuple[str, Callable[..., Any], dict[str, A
         (8192, "nvfp4", 16, jnp.bfloat16, False),
     ):
         for outputs, depth, activation in ((1536, 2048, "silu"), (2048, 768, None)):
-            shape = (128, outputs, depth if form in EIGHT_BITS else depth // 2)
+            shape = (128, outputs, depth if form == "fp8" else depth // 2)
             scales = (128, outputs, 1 if group is None else depth // group)
             arguments: dict[str, Any] = {"x": Shape((rows, depth), dtype), "group_sizes": ids(128)}
-            arguments |= {"w": Shape(shape, EIGHT_BITS.get(form, jnp.uint8))}
+            arguments |= {"w": Shape(shape, jnp.float8_e4m3fn if form == "fp8" else jnp.uint8)}
             kinds = {"mxfp4": jnp.uint8, "nvfp4": jnp.float8_e4m3fn}
             arguments |= {"scale": Shape(scales, kinds.get(form, jnp.float32))}
             arguments |= {"outer": Shape(scales[:2], jnp.float32) if form == "nvfp4" else None}
@@ -273,12 +271,10 @@ def fp8() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
 
 
 def int8() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
-    """The product with 8-bit integers, in the kernel of the FP8 product."""
-    for rows, groups, dtype in ((64, 32, jnp.bfloat16), (512, 1, jnp.float16)):
-        arguments: dict[str, Any] = {"x": Shape((rows, 4096), dtype), "w": Shape((4096, 4096), jnp.int8)}
-        arguments |= {"scale": Shape((4096, groups), jnp.float32)}
-        name = f"int8_product {rows} of {jnp.dtype(dtype)}, {groups} groups"
-        yield name, partial(ops.int8_product, group=None if groups == 1 else 4096 // groups), arguments
+    """The product with 8-bit integers, which is that of FP8 weights alone, where it has the most registers in use."""
+    arguments = {"x": Shape((512, 4096), jnp.bfloat16), "w": Shape((4096, 4096), jnp.int8)}
+    arguments |= {"scale": Shape((4096, 32), jnp.float32)}
+    yield "int8_product 512 in groups of 128", partial(ops.int8_product, group=128), arguments
 
 
 def sums(rows: int, width: int, dtype: Any) -> ops.Sums:

@@ -532,6 +532,9 @@ def test_arrays_given_to_a_model_that_rounds_become_what_loading_makes_of_a_chec
         update = updater.match(given)
         assert update.is_complete
         assert same_bits(updater.apply(zeros(rounded), update), wanted)
+    integers, wanted = load(tmp_path / "saved", "int8")
+    updater = WeightUpdater(integers, integers, None)
+    assert same_bits(updater.apply(zeros(integers), updater.match(weights)), wanted)
 
 
 def test_a_part_of_joined_products_is_rounded_and_the_rest_keeps_its_bits(plain):
