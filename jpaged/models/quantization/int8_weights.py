@@ -16,11 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.api.errors import UnsupportedModelError
 from jpaged.models.quantization.int8 import Int8
 from jpaged.models.quantization.layers import StoredLayer
 from jpaged.models.quantization.scheme import FLOAT_TYPES, Scheme, Stored, checked_scales
-from jpaged.pallas_kernels.int8_product.api import MOST_INPUTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +50,3 @@ class Int8Weights(Scheme):
         if "input_scale" in found:
             arrays["_input_scale"] = checked_scales(found, "input_scale").reshape(1)
         return arrays
-
-    def check_layer(self, layer: StoredLayer) -> None:
-        if self.kind.activations != "none" and layer.inputs > MOST_INPUTS:
-            raise UnsupportedModelError(
-                f"{layer.name} has {layer.inputs:,} inputs; {self.name} is supported for at most {MOST_INPUTS:,}, whose"
-                " sums int32 holds."
-            )
