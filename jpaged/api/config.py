@@ -28,7 +28,7 @@ LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 LoadFormat = Literal["auto", "safetensors", "orbax", "dummy"]
 RerankerName = Literal["qwen3"]
 CompilePrograms = Literal["auto", "at_start", "on_first_use"]
-Quantization = Literal["fp8", "awq", "compressed-tensors", "fbgemm_fp8", "gptq", "modelopt", "mxfp4", "none"]
+Quantization = Literal["fp8", "int8", "awq", "compressed-tensors", "fbgemm_fp8", "gptq", "modelopt", "mxfp4", "none"]
 
 _FREE = {"free": True}
 """Marks a field whose value may differ between engines that use one runner (`EngineArgs.differs_from`)."""
@@ -152,9 +152,9 @@ class EngineArgs(SchedulingOptions):
             in the steps that compute them.
         load_format: "safetensors" or "orbax" checkpoint, or "auto" for what is there; "dummy" makes random weights from
             its config.json.
-        quantization: "fp8" rounds the weights of a checkpoint that is not quantized to FP8 while they are read
-            (`docs/quantization.md`). A quantized checkpoint says itself what it is; another name than its own is
-            refused. "none" makes plain numbers of experts in MXFP4 while they are read.
+        quantization: "fp8" or "int8" rounds the weights of a checkpoint that is not quantized to FP8 or to 8-bit
+            integers while they are read (`docs/quantization.md`). A quantized checkpoint says itself what it is;
+            another name than its own is refused. "none" makes plain numbers of experts in MXFP4 while they are read.
         reranker: the model judges pairs of texts by "yes" or "no", as Qwen3-Reranker does ("qwen3"): `LLM.score`,
             `/v1/score` and `/v1/rerank` then give the probability of "yes". None: they compare embeddings.
         kv_cache_dtype: of keys and values in the cache. "fp8" (or "fp8_e4m3"): e4m3, which takes half of the memory of

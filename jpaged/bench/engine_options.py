@@ -77,7 +77,7 @@ def add_step_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 def add_bits_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quantization", choices=get_args(Quantization), help='"fp8": weights in FP8')
+    parser.add_argument("--quantization", choices=get_args(Quantization), help='"fp8", "int8": weights in 8 bits')
     parser.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDType), default="auto", help=KV_CACHE_DTYPE)
 
 

@@ -197,8 +197,8 @@ def add_model_options(parser: argparse.ArgumentParser, *, generates: bool = True
     group.add_argument(
         "--quantization",
         choices=get_args(Quantization),
-        help='"fp8" rounds weights to FP8 while they are read; "none" reads experts in MXFP4 as bfloat16; the others'
-        " are what quantized checkpoints say of themselves (default: as the checkpoint is)",
+        help='"fp8" and "int8" round weights to 8 bits while they are read; "none" reads experts in MXFP4 as bfloat16;'
+        " the others are what quantized checkpoints say of themselves (default: as the checkpoint is)",
     )
     if compares:
         group.add_argument(

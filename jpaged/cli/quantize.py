@@ -1,4 +1,4 @@
-"""`jpaged quantize`: a checkpoint in FP8 or in 4 bits, of one that is not quantized."""
+"""`jpaged quantize`: a checkpoint in 8 or 4 bits, of one that is not quantized."""
 
 import argparse
 import sys
@@ -7,13 +7,13 @@ from textwrap import dedent
 
 from jpaged.cli.options import add_debug_option
 
-SCHEMES = ("fp8", "fp8-block", "int4")
+SCHEMES = ("fp8", "fp8-block", "int8", "int4")
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "quantize",
-        help="write a checkpoint in FP8 or in 4 bits",
+        help="write a checkpoint in 8 or 4 bits",
         description="Write a checkpoint whose attention, MLP and recurrent weights are quantized, in\n"
         "compressed-tensors' safetensors layout, one tensor at a time. OUT is then a model\n"
         "like any other (--model OUT).",
@@ -21,6 +21,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
             schemes:
               fp8        8-bit weights, a scale for each output; activations by token
               fp8-block  8-bit weights, a scale for each 128 x 128; activations by 128 inputs
+              int8       8-bit integers, a scale for each output; activations by token
               int4       4-bit weights, a scale for each 128 inputs, activations as they are; rounded
                          to the nearest, or by GPTQ to suit the texts of --calibration, which JAX
                          runs on its devices, layer by layer

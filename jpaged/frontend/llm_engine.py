@@ -345,8 +345,8 @@ class LLMEngine(RequestIntake, ExplainsMissing):
         Args:
             weights: a module of the model (`weights_as("module")`), an `nnx.State` of one, or a mapping, nested or
                 flat, to arrays, by the names of a Hugging Face checkpoint or of our own parameters. Of any floating
-                type of at least 16 bits; rounded to the model's, or to FP8 with `quantization="fp8"`. On any devices;
-                those that are elsewhere are brought here.
+                type of at least 16 bits; rounded to the model's, or to 8 bits with `quantization="fp8"` or "int8". On
+                any devices; those that are elsewhere are brought here.
             partial: what is not given stays as it is; otherwise it is an error that names what is missing.
             in_flight: what running requests do. "recompute": they keep their tokens, and compute the keys and values of
                 these again. "continue": they go on with the keys and values that the old weights have computed.

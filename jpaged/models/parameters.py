@@ -32,10 +32,10 @@ class Constant:
 
 @dataclass(frozen=True)
 class Bits:
-    """Starts a parameter of unsigned integers from random bits."""
+    """Starts a parameter of 8-bit integers from random bits."""
 
     def draw(self, key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-        return jax.random.bits(key, shape, dtype)
+        return jax.lax.bitcast_convert_type(jax.random.bits(key, shape, jnp.uint8), dtype)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from jpaged.pallas_kernels.gated_product.api import gated_product
 from jpaged.pallas_kernels.grouped_product.api import gated_grouped_product, weighted_grouped_product
 from jpaged.pallas_kernels.grouped_product.sorting import sort_by_expert
 from jpaged.pallas_kernels.int4_product.api import int4_product
+from jpaged.pallas_kernels.int8_product.api import int8_product
 from jpaged.pallas_kernels.invariant_attention.api import invariant_attention
 from jpaged.pallas_kernels.invariant_product.api import invariant_product, invariant_product_backend
 from jpaged.pallas_kernels.mixed_attention.api import mixed_attention
@@ -76,6 +77,7 @@ __all__ = [
     "gather_blocks",
     "initial_all_reduce_state",
     "int4_product",
+    "int8_product",
     "invariant_attention",
     "invariant_product",
     "invariant_product_backend",

@@ -98,6 +98,9 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
     arguments = (Shape((4096, 16, 192), jnp.bfloat16), pool, ids(64, 256), ids(64), ids(65))
     call = partial(ops.ragged_attention, backend="hopper", value_dim=128, return_lse=True)
     yield "ragged 16/16 D 192, values 128", call, arguments, False
+    weights = Shape((28_672, 4096), jnp.int8), Shape((28_672, 1), jnp.float32)  # of which no transposed copy is written
+    call = partial(ops.int8_product, activations="dynamic", backend="xla")
+    yield "int8_product 32 rows", call, (Shape((32, 4096), jnp.bfloat16), *weights), False
     for rows, heads, kv_heads, head_dim, block_size, options in (
         (64, 32, 8, 128, 16, {}),
         (512, 16, 8, 128, 16, {"sinks": jnp.ones(16)}),

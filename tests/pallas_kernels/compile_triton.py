@@ -270,6 +270,13 @@ def fp8() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
         yield name, partial(ops.fp8_product, **options), arguments
 
 
+def int8() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+    """The product with 8-bit integers, which is that of FP8 weights alone, where it has the most registers in use."""
+    arguments = {"x": Shape((512, 4096), jnp.bfloat16), "w": Shape((4096, 4096), jnp.int8)}
+    arguments |= {"scale": Shape((4096, 32), jnp.float32)}
+    yield "int8_product 512 in groups of 128", partial(ops.int8_product, group=128), arguments
+
+
 def sums(rows: int, width: int, dtype: Any) -> ops.Sums:
     arrays = Shape((rows, width), type_of_sums(dtype)), Shape((rows, 1), jnp.float32)
     return ops.Sums(*arrays, Shape((width,), jnp.float32), rows, jnp.dtype(dtype))
@@ -349,6 +356,7 @@ def programs() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     yield from int4()
     yield from invariant()
     yield from fp8()
+    yield from int8()
     yield from rounding()
     yield from few_rows()
     yield from recurrence()

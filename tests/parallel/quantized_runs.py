@@ -7,14 +7,17 @@ from typing import Any
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jpaged import LLMEngine, models
+from jpaged import LLM, LLMEngine, SamplingParams, models
 from jpaged.executor.mesh import DeviceMesh, pick_devices
 from jpaged.models.experts import split_by_experts
 from jpaged.models.loading import checkpoint
+from jpaged.models.quantization import int8
 from jpaged.models.sharding import load_sharded, shard_of
 from tests.models.loading import test_mxfp4
+from tests.models.quantization import test_checkpoints
 from tests.parallel.family_runs import ARGS, MOST_BYTES, greedy_tokens
 from tests.support.quantized import (
     dequantized_checkpoint,
@@ -37,6 +40,25 @@ def tokens(*layouts: str) -> dict[str, dict[str, Any]]:
             plain = plain_checkpoint(name or "qwen3-layer-types", Path(directory) / "plain")
             found[one] = _tokens(plain, Path(directory), layout)
     return found
+
+
+def integers() -> dict[str, list[int]]:
+    """Greedy tokens of W8A8 on two devices, and of one model whose products are of floats with the same values."""
+
+    def in_floats(x: Any, w: Any, scale: Any, input_scale: Any, *, dtype: Any, **_: Any) -> Any:
+        rounded = jnp.clip(jnp.round(x / input_scale), -128, 127) * input_scale
+        return jnp.dot(rounded, (w * scale).T, precision="highest").astype(dtype)
+
+    with tempfile.TemporaryDirectory() as directory:
+        plain = plain_checkpoint("qwen3-layer-types", Path(directory) / "plain")
+        source = quantized_checkpoint(plain, Path(directory) / "quantized", "int8-static")
+        sampling = SamplingParams(temperature=0, max_tokens=test_checkpoints.LENGTH // 2, ignore_eos=True)
+        given = test_checkpoints.prompt()[: test_checkpoints.LENGTH // 2].tolist()
+        with LLM(**vars(replace(ARGS, model=str(source), tensor_parallel_size=2))) as llm:
+            (output,) = llm.generate([given], sampling, use_tqdm=False)
+        with mock.patch.object(int8, "int8_product", in_floats):
+            expected = test_checkpoints.greedy(*test_checkpoints.load(source))
+        return {"two": list(output.outputs[0].token_ids), "exact": expected[len(given) - 1 : -1]}
 
 
 def experts(layout: str) -> dict[str, Any]:

@@ -17,6 +17,12 @@ def test_two_devices_give_the_tokens_of_dequantized_weights():
         assert len({token for tokens in found["two"] for token in tokens}) > 8, "a text that wanders"
 
 
+def test_integers_on_two_devices_give_the_tokens_of_floats_with_the_same_values():
+    found = call_with_eight_devices(f"{RUNS}:integers")
+    assert found["two"] == found["exact"]
+    assert len(set(found["two"])) > 6, "a text that wanders"
+
+
 def test_experts_in_4_bits_give_the_same_tokens_split_by_columns_and_by_experts():
     found = call_with_eight_devices(f"{RUNS}:experts", "int4-symmetric")
     assert found["two"] == found["whole"] == found["exact"]
@@ -63,7 +69,7 @@ def test_keys_and_values_in_fp8_have_the_same_scales_and_give_the_same_tokens_on
 
 
 def test_shards_side_by_side_are_the_whole_parameters():
-    layouts = ["online", "fp8-static", "fp8-blocks", "awq", "bamba/online"]
+    layouts = ["online", "fp8-static", "fp8-blocks", "int8-static", "awq", "bamba/online"]
     layouts += [f"qwen3-moe/{one}" for one in ("online", "fp8-blocks")]
     assert call_with_eight_devices(f"{RUNS}:shards_equal_the_whole", *layouts) == []
 

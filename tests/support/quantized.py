@@ -6,7 +6,7 @@ dequantized_checkpoint(plain, target, "awq")     what the layout's definition sa
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ _TYPES = {
     np.dtype(ml_dtypes.bfloat16): "BF16",
     E4M3: "F8_E4M3",
     np.dtype(np.uint8): "U8",
+    np.dtype(np.int8): "I8",
     np.dtype(np.int32): "I32",
     np.dtype(np.int64): "I64",
 }
@@ -161,17 +162,24 @@ _FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 _BY_TOKEN = _FLOAT8 | {"strategy": "token", "dynamic": True}
 
 
-def _words(values: np.ndarray, axis: int, places: tuple[int, ...] = tuple(range(8))) -> np.ndarray:
-    """Eight 4-bit values along an axis in an int32; places: which of the eight is in which four bits."""
+def _words(values: np.ndarray, axis: int, places: Sequence[int] = range(8)) -> np.ndarray:
+    """Eight 4-bit values along an axis in an int32, or four 8-bit ones; places: which of them is in which bits."""
     values = np.moveaxis(values, axis, -1).astype(np.uint32)
-    words = np.zeros((*values.shape[:-1], values.shape[-1] // 8), np.uint32)
+    each = len(places)
+    words = np.zeros((*values.shape[:-1], values.shape[-1] // each), np.uint32)
     for i, place in enumerate(places):
-        words |= values[..., place::8] << np.uint32(4 * i)
+        words |= values[..., place::each] << np.uint32(32 // each * i)
     return np.ascontiguousarray(np.moveaxis(words, -1, axis)).view(np.int32)
 
 
-def _int4(
-    weight: np.ndarray, size: int, *, symmetric: bool, index: np.ndarray | None = None, dtype: Any = np.float16
+def _integers(
+    weight: np.ndarray,
+    size: int,
+    *,
+    symmetric: bool,
+    index: np.ndarray | None = None,
+    dtype: Any = np.float16,
+    bits: int = 4,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Values [out, in], scales and zero points [out, G], and the weights that they stand for.
 
@@ -183,20 +191,21 @@ def _int4(
     scales = np.empty((outputs, inputs // size), dtype)
     zeros = np.empty(scales.shape, np.int64)
     values = np.empty(weight.shape, np.int64)
+    most = 2**bits - 1
     for g in range(inputs // size):
         part = weight[:, index == g]
         low, high = np.minimum(part.min(1), -1e-3), np.maximum(part.max(1), 1e-3)
-        scales[:, g] = np.maximum(-low, high) / 7.5 if symmetric else (high - low) / 15
+        scales[:, g] = np.maximum(-low, high) / (most / 2) if symmetric else (high - low) / most
         wide = scales[:, g].astype(np.float32)
-        zeros[:, g] = 8 if symmetric else np.clip(np.round(-low / wide), 1, 15)
+        zeros[:, g] = 2 ** (bits - 1) if symmetric else np.clip(np.round(-low / wide), 1, most)
         rounded = np.round(part / wide[:, None]) + zeros[:, g, None]
-        values[:, index == g] = np.clip(rounded, 0, 15)
+        values[:, index == g] = np.clip(rounded, 0, most)
     whole = (values - zeros[:, index]).astype(np.float32) * scales[:, index].astype(np.float32)
     return values, scales, zeros, whole
 
 
 def _awq(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
-    values, scales, zeros, whole = _int4(weight, 32, symmetric=False)
+    values, scales, zeros, whole = _integers(weight, 32, symmetric=False)
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     tensors = {"qweight": _words(values.T, 1, order), "qzeros": _words(zeros.T, 1, order), "scales": scales.T}
     return tensors, whole
@@ -208,28 +217,45 @@ def scattered(inputs: int, size: int, expert: int = 0) -> np.ndarray:
 
 
 def _gptq(
-    weight: np.ndarray, size: int, *, act_order: bool, stored_offset: int, expert: int = 0
+    weight: np.ndarray, size: int, *, act_order: bool, stored_offset: int, expert: int = 0, bits: int = 4
 ) -> tuple[Tensors, np.ndarray]:
-    inputs = weight.shape[1]
+    """Of 8 bits without zero points."""
+    inputs, each = weight.shape[1], range(32 // bits)
     index = scattered(inputs, size, expert) if act_order else None
-    values, scales, zeros, whole = _int4(weight, size, symmetric=False, index=index)
+    values, scales, zeros, whole = _integers(weight, size, symmetric=bits == 8, index=index, bits=bits)
     plain = np.zeros(inputs, np.int32) if size == -1 else (np.arange(inputs) // size).astype(np.int32)
     tensors = {
-        "qweight": _words(values.T, 0),
-        "qzeros": _words(zeros.T - stored_offset, 1),
+        "qweight": _words(values.T, 0, each),
+        "qzeros": _words(zeros.T - stored_offset, 1, each),
         "scales": scales.T,
         "g_idx": plain if index is None else index,
     }
     return tensors, whole
 
 
-def _packed(weight: np.ndarray, *, symmetric: bool, act_order: bool = False) -> tuple[Tensors, np.ndarray]:
-    index = scattered(weight.shape[1], 32) if act_order else None
-    values, scales, zeros, whole = _int4(weight, 32, symmetric=symmetric, index=index, dtype=ml_dtypes.bfloat16)
+def _packed(
+    weight: np.ndarray, size: int = 32, *, symmetric: bool, act_order: bool = False, bits: int = 4
+) -> tuple[Tensors, np.ndarray]:
+    index = scattered(weight.shape[1], size) if act_order else None
+    options: dict[str, Any] = {"symmetric": symmetric, "index": index, "dtype": ml_dtypes.bfloat16, "bits": bits}
+    values, scales, zeros, whole = _integers(weight, size, **options)
     shape = np.array(weight.shape, np.int64)
-    tensors = {"weight_packed": _words(values, 1), "weight_scale": scales.astype(np.float32), "weight_shape": shape}
+    tensors = {
+        "weight_packed": _words(values, 1, range(32 // bits)),
+        "weight_scale": scales.astype(np.float32),
+        "weight_shape": shape,
+    }
     tensors |= {} if symmetric else {"weight_zero_point": _words(zeros, 0)}
     return tensors | ({} if index is None else {"weight_g_idx": index}), whole
+
+
+def _int8(weight: np.ndarray, *, of_tensor: bool) -> tuple[Tensors, np.ndarray]:
+    scale = (np.abs(weight).max(axis=None if of_tensor else 1, keepdims=True) / 127.5).astype(ml_dtypes.bfloat16)
+    wide = scale.astype(np.float32)
+    values = np.clip(np.round(weight / wide), -128, 127).astype(np.int8)
+    tensors = {"weight": values, "weight_scale": scale.reshape(-1) if of_tensor else scale}
+    tensors |= {"input_scale": np.full(1, 0.05, np.float32)} if of_tensor else {}
+    return tensors, values.astype(np.float32) * wide
 
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -273,6 +299,7 @@ def _modelopt_fp8(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
 
 
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}
+_INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
 _NVFP4 = _INT4 | {"type": "float", "strategy": "tensor_group", "group_size": 16}
 _MODELOPT = {
     "quant_method": "modelopt",
@@ -325,6 +352,23 @@ PUBLISHED: dict[str, Published] = {
     "int4-act-order": Published(
         _compressed(_INT4 | {"symmetric": False, "actorder": "group"}, None, "pack-quantized"),
         lambda weight: _packed(weight, symmetric=False, act_order=True),
+    ),
+    "int8-static": Published(
+        _compressed(_INT8 | {"strategy": "tensor"}, _INT8 | {"strategy": "tensor"}, "int-quantized"),
+        lambda weight: _int8(weight, of_tensor=True),
+    ),
+    "int8-dynamic": Published(
+        _compressed(_INT8 | {"strategy": "channel"}, _INT8 | {"strategy": "token", "dynamic": True}, "int-quantized"),
+        lambda weight: _int8(weight, of_tensor=False),
+    ),
+    "int8-weights": Published(
+        _compressed(_INT8 | {"strategy": "channel"}, None, "pack-quantized"),
+        lambda weight: _packed(weight, -1, symmetric=True, bits=8),
+    ),
+    "gptq-8-bits": Published(
+        _GPTQ | {"bits": 8, "desc_act": True, "sym": True},
+        lambda weight: _gptq(weight, 32, act_order=True, stored_offset=1, bits=8),
+        lambda weight, expert: _gptq(weight, 32, act_order=True, stored_offset=1, expert=expert, bits=8),
     ),
     "nvfp4": Published(_compressed(_NVFP4, _NVFP4 | {"dynamic": "local"}, "nvfp4-pack-quantized"), _compressed_nvfp4),
     "modelopt-nvfp4": Published(_MODELOPT | {"quant_algo": "NVFP4"}, _modelopt_nvfp4),

@@ -27,7 +27,7 @@ from jpaged.pallas_kernels.common.triton_code import bare_ptx
 from jpaged.pallas_kernels.devices import Device
 
 _POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32", "uint32": "*u32"}
-_POINTERS |= {"uint8": "*u8", "float8_e4m3fn": "*fp8e4nv", "bool": "*i1"}
+_POINTERS |= {"uint8": "*u8", "int8": "*i8", "float8_e4m3fn": "*fp8e4nv", "bool": "*i1"}
 _TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 

@@ -19,13 +19,14 @@ PRODUCTS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate, up": (28_672, 4096), 
 """Outputs and inputs of an 8B model's products."""
 
 _BITS = {"bf16": 16, "FP8": 8, "rounded FP8": 8, "FP8 blocks": 8, "FP8 weights": 8, "4 bits": 4}
+_BITS |= {"INT8": 8, "INT8 weights": 8}
 """Of a weight, by the name of a form that products are measured in. "rounded FP8": of rows that are in FP8 already, as
-`round_rows` leaves them, without any scales; "FP8" rounds them, too."""
+`round_rows` leaves them, without any scales; "FP8" and "INT8" round them, too."""
 
 
 def product_floor_us(form: str, rows: int, outputs: int, inputs: int) -> float:
     """What a product takes at least: reading its weights, or its operations in the type that it multiplies in."""
-    flops = CARD_FLOPS * (2 if form in ("FP8", "rounded FP8", "FP8 blocks") else 1)
+    flops = CARD_FLOPS * (2 if form in ("FP8", "rounded FP8", "FP8 blocks", "INT8") else 1)
     of_rows = inputs + 2 * outputs if form == "rounded FP8" else 2 * (inputs + outputs)
     moved = outputs * inputs * _BITS[form] / 8 + rows * of_rows
     return max(moved / CARD_BYTES_S, 2 * rows * outputs * inputs / flops) * 1e6
@@ -43,6 +44,9 @@ def product_case(form: str, rows: int, outputs: int, inputs: int, backend: str |
     elif form == "4 bits":
         weights = [lax.bitcast_convert_type(x, jnp.uint8)[..., 0][:, : inputs // 2] for x in values]
         product = partial(ops.int4_product, group=128, backend=backend)
+    elif form.startswith("INT8"):
+        weights = [lax.bitcast_convert_type(x, jnp.int8)[..., 0] for x in values]
+        product = partial(ops.int8_product, activations="dynamic" if form == "INT8" else "none", backend=backend)
     else:
         weights = [(x * 64).astype(jnp.float8_e4m3fn) for x in values]
         options: dict[str, Any] = {"group": 128 if groups > 1 else None, "backend": backend}

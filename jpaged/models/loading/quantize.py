@@ -56,12 +56,13 @@ def quantize_checkpoint(
     out: the directory to write; it must not exist, or be empty.
     scheme: "fp8": e4m3 weights with a float32 scale for each output, activations with a scale for each token.
         "fp8-block": e4m3 weights with a float32 scale for each 128 x 128 of them, activations with a scale for each
-        128 inputs of a token. "int4": 4-bit weights, rounded to the nearest, with a scale in the weights' type for
-        each 128 inputs of an output, activations as they are (W4A16). `models.quantization.recipes` has the formulas.
+        128 inputs of a token. "int8": 8-bit integers with a float32 scale for each output, activations with a scale for
+        each token (W8A8). "int4": 4-bit weights, rounded to the nearest, with a scale in the weights' type for each 128
+        inputs of an output, activations as they are (W4A16). `models.quantization.recipes` has the formulas.
     group_size: inputs that share a scale in "int4": 32, 64 or 128; 128 if None.
     calibration: token ids of texts, for "int4": weights are rounded by GPTQ (`quantization.gptq`), on the default
         device, layer by layer. None: to the nearest. Texts are cut at 2,048 tokens; 128 rows of so many are read.
-        Likewise for `kv_cache`, with which weights in FP8 are rounded as without.
+        Likewise for `kv_cache`, with which weights in 8 bits are rounded as without.
     kv_cache: "fp8": write the scales, too, by which the largest of each layer's keys and values in the calibration's
         texts become 448 (k_scale, v_scale). `kv_cache_dtype="fp8"` reads them.
     damping: of GPTQ, a part of the mean of the hessian's diagonal.

@@ -1,4 +1,4 @@
-"""Checkpoints of compressed-tensors (LLM Compressor): FP8, 4 bits packed into words, and NVFP4.
+"""Checkpoints of compressed-tensors (LLM Compressor): FP8, 8-bit integers, 4 and 8 bits packed into words, and NVFP4.
 
 "quantization_config": {"quant_method": "compressed-tensors", "format": ..., "ignore": [...],
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": {...}, "input_activations": {...} or null}}}
@@ -7,9 +7,10 @@
 from jpaged.api.errors import CheckpointError, UnsupportedModelError
 from jpaged.models.quantization.fp8 import Fp8
 from jpaged.models.quantization.fp8_weights import BLOCK, Fp8Weights
-from jpaged.models.quantization.int4 import Int4
+from jpaged.models.quantization.int8 import Int8
+from jpaged.models.quantization.int8_weights import Int8Weights
 from jpaged.models.quantization.nvfp4 import Nvfp4, Nvfp4Weights
-from jpaged.models.quantization.packed_weights import GROUPS, PackQuantized, group_of
+from jpaged.models.quantization.packed_weights import GROUPS, PackQuantized, kind_of
 from jpaged.models.quantization.scheme import Entries, Modules, Scheme, check_kv_cache
 from jpaged.pallas_kernels.int4_product.api import NV_GROUP
 
@@ -37,14 +38,16 @@ def read_compressed_tensors(config: Entries) -> Scheme:
     bits, number = weights.get("num_bits"), weights.get("type")
     if layout in ("float-quantized", "naive-quantized") and (bits, number) == (8, "float"):
         return _float_quantized(weights, group.part("input_activations"), modules)
-    if layout == "pack-quantized" and (bits, number) == (4, "int"):
+    if layout in ("int-quantized", "naive-quantized") and (bits, number) == (8, "int"):
+        return _int_quantized(weights, group.part("input_activations"), modules)
+    if layout == "pack-quantized" and bits in (4, 8) and number == "int":
         return _pack_quantized(weights, group, modules)
     if layout == "nvfp4-pack-quantized" and (bits, number) == (4, "float"):
         return _nvfp4(weights, group.part("input_activations"), modules)
     raise UnsupportedModelError(
         f"config.json: quantization_config: compressed-tensors format {layout!r} with weights of {bits} bits"
-        f" ({number}) is not supported; supported: float-quantized with 8 bits (float), pack-quantized with 4 (int),"
-        " nvfp4-pack-quantized with 4 (float)."
+        f" ({number}) is not supported; supported: float-quantized with 8 bits (float), int-quantized with 8 (int),"
+        " pack-quantized with 4 or 8 (int), nvfp4-pack-quantized with 4 (float)."
     )
 
 
@@ -53,10 +56,27 @@ def _pack_quantized(weights: Entries, group: Entries, modules: Modules) -> Schem
     weights.one_of("dynamic", (False,), False)
     strategy = weights.one_of("strategy", ("group", "channel"))
     size = weights.one_of("group_size", GROUPS) if strategy == "group" else -1
-    symmetric = weights.one_of("symmetric", (True, False), True)
+    bits: int = weights.one_of("num_bits", (4, 8))
+    symmetric = weights.one_of("symmetric", (True, False) if bits == 4 else (True,), True)
     order = weights.one_of("actorder", ("group", "weight", "static", "dynamic", False), False)
-    kind = Int4(**group_of(size), zero_points=not symmetric, act_order=order in ("group", "dynamic"))
-    return PackQuantized(name="compressed-tensors INT4", kind=kind, modules=modules, whole_rows=size == -1)
+    kind = kind_of(bits, size, zero_points=not symmetric, act_order=order in ("group", "dynamic"))
+    name = "compressed-tensors INT4" if bits == 4 else "compressed-tensors INT8 weights"
+    return PackQuantized(name=name, kind=kind, modules=modules, whole_rows=size == -1)
+
+
+def _int_quantized(weights: Entries, activations: Entries | None, modules: Modules) -> Scheme:
+    weights.one_of("symmetric", (True,), True)
+    weights.one_of("dynamic", (False,), False)
+    weights.one_of("strategy", ("tensor", "channel"))
+    if activations is None:
+        return Int8Weights(name="compressed-tensors INT8 weights", kind=Int8(), modules=modules)
+    activations.one_of("num_bits", (8,))
+    activations.one_of("type", ("int",))
+    activations.one_of("symmetric", (True,), True)
+    dynamic = activations.one_of("dynamic", (True, False), False)
+    activations.one_of("strategy", ("token",) if dynamic else ("tensor",))
+    kind = Int8(activations="dynamic" if dynamic else "static")
+    return Int8Weights(name="compressed-tensors INT8", kind=kind, modules=modules)
 
 
 def _nvfp4(weights: Entries, activations: Entries | None, modules: Modules) -> Scheme:

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from jpaged.models.grouped_linear import GroupedLinear
@@ -62,6 +61,10 @@ class Fp8:
         """Of experts weights alone are in FP8: their activations stay as they are, static scales are not read."""
         values = Values("fp8", self.group, jnp.float8_e4m3fn, Normal(_RANDOM_STD))
         return QuantizedGroupedLinear(plain, values, Constant(plain.layout.std / _RANDOM_STD), jnp.float32, rngs)
+
+    def rounded(self, weight: jax.Array, order: RowOrder) -> tuple[jax.Array, jax.Array]:
+        """As of `Scheme.rounded`."""
+        return _rounded(weight, order)
 
 
 class Fp8Linear(QuantizedLinear):
@@ -163,22 +166,7 @@ class Fp8Linear(QuantizedLinear):
         )
 
 
-def quantize_rows(weight: np.ndarray | jax.Array, order: RowOrder) -> dict[str, Any]:
-    """A layer's arrays, of its weight in floats: each output's largest magnitude becomes 448.
-
-    weight: as the checkpoint has it. order: how that becomes [outputs, inputs].
-
-    Raises:
-        ValueError: there is NaN or infinity.
-    """
-    values, scale = rounded_rows(weight, order)
-    if not bool(jnp.all(jnp.isfinite(scale))):
-        raise ValueError("has NaN or infinity")
-    return {"": values, "_scale": scale}
-
-
 @partial(jax.jit, static_argnums=1)  # one program, which writes no transposed copy of the weight
-def rounded_rows(weight: jax.Array, order: RowOrder) -> tuple[jax.Array, jax.Array]:
-    """Values e4m3 [outputs, inputs] and scales float32 [outputs, 1] of a weight, as of `quantize_rows`. NaN and
-    infinity make those of their output NaN or infinite."""
+def _rounded(weight: jax.Array, order: RowOrder) -> tuple[jax.Array, jax.Array]:
+    """Each output's largest magnitude becomes 448. NaN and infinity make those of their output NaN or infinite."""
     return round_to_fp8(order.rows(weight))

@@ -6,7 +6,6 @@
     FP8 (AutoFP8)         weight   weight_scale [], [1]                      dynamic, or static: input_scale
     compressed-tensors    weight   weight_scale [1], [out, 1], blocks        dynamic by token, static, or none
     fbgemm                weight   weight_scale [out, 1]                     dynamic by token, up to activation_scale_ub
-    online                weight   none: of each output, while loading       dynamic by token
 
 Activations of layers in blocks are rounded where a kernel multiplies block by block (`pallas_kernels.fp8_product`);
 elsewhere it would save no time.
@@ -21,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.models.quantization.fp8 import Fp8, quantize_rows, rounded_rows
-from jpaged.models.quantization.layers import RowOrder, StoredLayer
+from jpaged.models.quantization.fp8 import Fp8
+from jpaged.models.quantization.layers import StoredLayer
 from jpaged.models.quantization.scheme import FLOAT_TYPES, BadTensor, Entries, Modules, Scheme, Stored, checked_scales
 from jpaged.pallas_kernels.fp8_product import reference
 
@@ -99,31 +98,6 @@ def _check_values(name: str, weight: np.ndarray) -> None:
 def _dequantized(values: jax.Array, scales: jax.Array, group: int | None, dtype: jnp.dtype) -> jax.Array:
     """Rounded once, from float32."""
     return reference.dequantized(values, scales, group).astype(dtype)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OnlineFp8(Scheme):
-    """The checkpoint's own weights, quantized one tensor at a time while they are read."""
-
-    @property
-    def online(self) -> bool:
-        return True
-
-    def tensors(self, layer: StoredLayer) -> dict[str, Stored]:
-        return {"weight": Stored((*FLOAT_TYPES, "F64"), ((layer.outputs, layer.inputs),))}
-
-    def arrays(self, layer: StoredLayer, found: Mapping[str, Any]) -> dict[str, Any]:
-        """found: "weight", an array as the checkpoint has it, and "order", its `RowOrder`."""
-        try:
-            return quantize_rows(found["weight"], found["order"])
-        except ValueError as error:
-            raise BadTensor("weight", str(error)) from None
-
-    def rounded(self, weight: jax.Array, order: RowOrder) -> tuple[jax.Array, jax.Array]:
-        return rounded_rows(weight, order)
-
-
-ONLINE = OnlineFp8(name="fp8", kind=Fp8(activations="dynamic"))
 
 
 def read_fp8(config: Entries) -> Scheme:

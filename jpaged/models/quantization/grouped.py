@@ -1,6 +1,6 @@
 """Experts' linear layers that keep 8 or 4 bits.
 
-    kernel    e4m3 [E, *outputs, inputs], or uint8 [E, *outputs, inputs / 2]
+    kernel    e4m3 or int8 [E, *outputs, inputs], or uint8 [E, *outputs, inputs / 2]
     scale     [E, *outputs, G]           of each output of each expert, of each group of inputs
     zero      uint8 likewise             of 4-bit checkpoints whose groups have zero points
     outer     float32 [E, *outputs, 1]   of NVFP4
@@ -23,7 +23,7 @@ from jpaged.models.parameters import Ascending, Constant, Start, parameter
 from jpaged.models.quantization.layers import rows_parameter
 from jpaged.pallas_kernels import quantized_grouped_product
 from jpaged.pallas_kernels.int4_product.api import MIDDLE
-from jpaged.pallas_kernels.quantized_grouped_product.api import Form
+from jpaged.pallas_kernels.quantized_grouped_product.api import EIGHT_BITS, Form
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Values:
     @property
     def each(self) -> int:
         """Weights in an element of the array."""
-        return 1 if self.form == "fp8" else 2
+        return 1 if self.form in EIGHT_BITS else 2
 
 
 class QuantizedGroupedLinear(GroupedLinear):

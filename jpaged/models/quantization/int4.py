@@ -6,6 +6,7 @@ zero       uint8 [*outputs, G]             of checkpoints whose groups have zero
 order      int32 [inputs]                  act-order: which input each value is for, groups side by side
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,8 +22,8 @@ from jpaged.models.parameters import Ascending, Bits, Constant, parameter
 from jpaged.models.quantization.grouped import QuantizedGroupedLinear, Values
 from jpaged.models.quantization.layers import QuantizedLinear, WholeGroups, rows_parameter
 from jpaged.pallas_kernels import int4_product
+from jpaged.pallas_kernels.int4_product import reference
 from jpaged.pallas_kernels.int4_product.api import MIDDLE
-from jpaged.pallas_kernels.int4_product.reference import pack
 
 _RANDOM_STD = 4.6
 """Of equally likely values from 0 to 15."""
@@ -35,6 +36,8 @@ class Int4(WholeGroups):
     group: int
     zero_points: bool = False
     act_order: bool = False
+
+    bits = 4
 
     @property
     def reorders_inputs(self) -> bool:
@@ -57,12 +60,16 @@ class Int4(WholeGroups):
         """
         if order is not None:
             values = values[:, order]
-        arrays = {"": pack(np.ascontiguousarray(values), self.group), "_scale": scales}
+        arrays = {"": reference.pack(np.ascontiguousarray(values), self.group), "_scale": scales}
         if self.zero_points:
             arrays["_zero"] = np.full(scales.shape, MIDDLE, np.uint8) if zeros is None else zeros
         if self.act_order:
             arrays["_order"] = np.arange(values.shape[1], dtype=np.int32) if order is None else order
         return arrays
+
+    def dequantized(self, arrays: Mapping[str, Any], dtype: jnp.dtype) -> jax.Array:
+        """[outputs, inputs] of a layer's arrays, in the order of these; rounded once, from float32."""
+        return _dequantized(arrays[""], arrays["_scale"], arrays.get("_zero"), self.group, dtype)
 
 
 class Int4Linear(QuantizedLinear):
@@ -88,3 +95,10 @@ class Int4Linear(QuantizedLinear):
         zero = None if self.zero is None else self.zero[...].reshape(outputs, -1)
         values, scales = kernel.reshape(outputs, -1), scale.reshape(outputs, -1)
         return int4_product(x, values, scales, zero, group=self.kind.group, dtype=dtype, backend=backend)
+
+
+@partial(jax.jit, static_argnums=(3, 4))
+def _dequantized(
+    values: jax.Array, scales: jax.Array, zeros: jax.Array | None, group: int, dtype: jnp.dtype
+) -> jax.Array:
+    return reference.dequantized(values, scales, zeros, group).astype(dtype)

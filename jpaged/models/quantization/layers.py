@@ -94,7 +94,7 @@ class Kind(Protocol):
 class WholeGroups:
     """What kinds have in common whose groups cannot be divided."""
 
-    group: int
+    group: int | None
 
     @property
     def least_group(self) -> int | None:

@@ -1,22 +1,24 @@
-"""4-bit weights in checkpoints: eight values in an int32, the first in its lowest bits but for AWQ's order.
+"""Integers of 4 or 8 bits in checkpoints: w = 8 or 4 values in an int32, the first in its lowest bits but for AWQ's
+order.
 
                          values              scales                  zero points             order of inputs
-    AWQ (GEMM)           qweight [in, o/8]   scales [in/g, out]      qzeros [in/g, out/8]    -
-    GPTQ                 qweight [in/8, o]   scales [in/g, out]      qzeros [in/g, out/8]    g_idx [in]
+    AWQ (GEMM), 4 bits   qweight [in, o/w]   scales [in/g, out]      qzeros [in/g, out/w]    -
+    GPTQ                 qweight [in/w, o]   scales [in/g, out]      qzeros [in/g, out/w]    g_idx [in]
     compressed-tensors   weight_packed       weight_scale            weight_zero_point       weight_g_idx [in]
-                         [out, in/8]         [out, in/g]             [out/8, in/g]
+                         [out, in/w]         [out, in/g]             [out/w, in/g]
 
     AWQ                  (q - zero) * scale; columns 0, 2, 4, 6, 1, 3, 5, 7 of eight from the lowest bits up
     GPTQ                 (q - (zero + 1)) * scale, with zero as stored; "gptq_v2" stores what is subtracted
-    compressed-tensors   values and zero points are signed, and stored 8 larger
+    compressed-tensors   values and zero points are signed, and stored 8 (of 8 bits 128) larger
+
+Of 8 bits zero points are not supported: q less one takes 9. GPTQ stores them anyway, and then all must be 128.
 
 Sources: AutoAWQ's `awq/utils/packing_utils.py`, AutoGPTQ's `qlinear_cuda_old.py`, compressed-tensors'
 `compressors/quantized_compressors/pack_quantized.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -25,15 +27,18 @@ import numpy as np
 
 from jpaged.api.errors import UnsupportedModelError
 from jpaged.models.quantization.int4 import Int4
+from jpaged.models.quantization.int8 import Int8
 from jpaged.models.quantization.layers import StoredLayer
 from jpaged.models.quantization.scheme import FLOAT_TYPES, BadTensor, Entries, Modules, Scheme, Stored, checked_scales
-from jpaged.pallas_kernels.int4_product import reference
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """In which four bits of a word each of eight columns is."""
 
 _WHOLE_ROW_GROUP = 128
-"""Inputs for which a scale of all inputs (group_size -1) is repeated."""
+"""Inputs for which a scale of all inputs (group_size -1) is repeated in 4 bits."""
+
+_MIDDLE = 128
+"""The zero points of 8 bits that are none."""
 
 GROUPS = (32, 64, 128, -1)
 """Supported sizes of groups; -1 is all inputs."""
@@ -41,16 +46,22 @@ GROUPS = (32, 64, 128, -1)
 
 @dataclass(frozen=True, kw_only=True)
 class PackedWeights(Scheme):
-    """What the three have in common. kind: an `Int4`. whole_rows: a scale is of all inputs."""
+    """What the three have in common. whole_rows: a scale is of all inputs."""
 
-    kind: Int4
+    kind: Int4 | Int8
     whole_rows: bool = False
 
+    @property
+    def of_word(self) -> int:
+        """Values in an int32."""
+        return 32 // self.kind.bits
+
     def check_layer(self, layer: StoredLayer) -> None:
-        if layer.inputs % self.kind.group or layer.outputs % 8:
+        size = self.kind.group or self.of_word
+        if layer.inputs % size or layer.outputs % self.of_word:
             raise UnsupportedModelError(
                 f"{layer.name} has {layer.outputs} outputs and {layer.inputs} inputs; {self.name} is supported for"
-                f" multiples of 8 and of {self.kind.group}."
+                f" multiples of {self.of_word} and of {size}."
             )
 
     @property
@@ -58,12 +69,12 @@ class PackedWeights(Scheme):
         return True
 
     def dequantized(self, arrays: Mapping[str, Any], dtype: jnp.dtype) -> jax.Array:
-        wide = _dequantized(arrays[""], arrays["_scale"], arrays.get("_zero"), self.kind.group, jnp.dtype(dtype))
+        wide = self.kind.dequantized(arrays, jnp.dtype(dtype))
         return wide if "_order" not in arrays else wide[:, jnp.argsort(arrays["_order"])]
 
     def groups(self, layer: StoredLayer) -> int:
         """Of a checkpoint."""
-        return 1 if self.whole_rows else layer.inputs // self.kind.group
+        return 1 if self.whole_rows or self.kind.group is None else layer.inputs // self.kind.group
 
     def _arrays(
         self,
@@ -78,7 +89,7 @@ class PackedWeights(Scheme):
         order = None
         if index in found:
             order = self._order(layer, found[index], index)
-        if self.whole_rows:
+        if self.whole_rows and self.kind.group is not None:
             times = layer.inputs // self.kind.group
             scales = np.repeat(scales, times, axis=1)
             zeros = None if zeros is None else np.repeat(zeros, times, axis=1)
@@ -129,17 +140,22 @@ class Gptq(PackedWeights):
     offset: int = 1
 
     def tensors(self, layer: StoredLayer) -> dict[str, Stored]:
-        groups = self.groups(layer)
+        groups, each = self.groups(layer), self.of_word
         return {
-            "qweight": Stored(("I32",), ((layer.inputs // 8, layer.outputs),)),
-            "qzeros": Stored(("I32",), ((groups, layer.outputs // 8),)),
+            "qweight": Stored(("I32",), ((layer.inputs // each, layer.outputs),)),
+            "qzeros": Stored(("I32",), ((groups, layer.outputs // each),)),
             "scales": Stored(FLOAT_TYPES, ((groups, layer.outputs),)),
             "g_idx": Stored(("I32",), ((layer.inputs,),), optional=not self.kind.act_order),
         }
 
     def arrays(self, layer: StoredLayer, found: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        values = _unpack(found["qweight"], 0).T
-        zeros = _unpack(found["qzeros"], 1).T + np.uint8(self.offset)
+        each = range(self.of_word)
+        values = _unpack(found["qweight"], 0, each).T
+        zeros: np.ndarray | None = _unpack(found["qzeros"], 1, each).T + np.uint8(self.offset)
+        if not self.kind.zero_points:
+            if np.any(zeros != _MIDDLE):
+                raise BadTensor("qzeros", f"has zero points other than {_MIDDLE}, which are not supported in 8 bits")
+            zeros = None
         return self._arrays(layer, values, checked_scales(found, "scales").T, zeros, found, "g_idx")
 
 
@@ -148,14 +164,14 @@ class PackQuantized(PackedWeights):
     """compressed-tensors' "pack-quantized"."""
 
     def tensors(self, layer: StoredLayer) -> dict[str, Stored]:
-        groups = self.groups(layer)
+        groups, each = self.groups(layer), self.of_word
         wanted = {
-            "weight_packed": Stored(("I32",), ((layer.outputs, layer.inputs // 8),)),
+            "weight_packed": Stored(("I32",), ((layer.outputs, layer.inputs // each),)),
             "weight_scale": Stored(FLOAT_TYPES, ((layer.outputs, groups),)),
             "weight_shape": Stored(("I64", "I32"), ((2,),), optional=True),
         }
         if self.kind.zero_points:
-            wanted["weight_zero_point"] = Stored(("I32",), ((layer.outputs // 8, groups),))
+            wanted["weight_zero_point"] = Stored(("I32",), ((layer.outputs // each, groups),))
         if self.kind.act_order:
             wanted["weight_g_idx"] = Stored(("I32",), ((layer.inputs,),))
         return wanted
@@ -163,54 +179,54 @@ class PackQuantized(PackedWeights):
     def arrays(self, layer: StoredLayer, found: Mapping[str, np.ndarray]) -> dict[str, Any]:
         if "weight_shape" in found and found["weight_shape"].tolist() != [layer.outputs, layer.inputs]:
             raise BadTensor("weight_shape", f"is {found['weight_shape'].tolist()}, not {[layer.outputs, layer.inputs]}")
-        values = _unpack(found["weight_packed"], 1)
-        zeros = _unpack(found["weight_zero_point"], 0) if self.kind.zero_points else None
+        each = range(self.of_word)
+        values = _unpack(found["weight_packed"], 1, each)
+        zeros = _unpack(found["weight_zero_point"], 0, each) if self.kind.zero_points else None
         return self._arrays(layer, values, checked_scales(found, "weight_scale"), zeros, found, "weight_g_idx")
 
 
-@partial(jax.jit, static_argnums=(3, 4))
-def _dequantized(
-    values: jax.Array, scales: jax.Array, zeros: jax.Array | None, group: int, dtype: jnp.dtype
-) -> jax.Array:
-    """Rounded once, from float32."""
-    return reference.dequantized(values, scales, zeros, group).astype(dtype)
-
-
-def _unpack(words: np.ndarray, axis: int, places: tuple[int, ...] = tuple(range(8))) -> np.ndarray:
-    """int32 -> uint8, eight times as many along an axis. places: which four bits each of eight has."""
-    shifts = np.array(places, np.uint32) * 4
+def _unpack(words: np.ndarray, axis: int, places: Sequence[int]) -> np.ndarray:
+    """int32 -> uint8, as many times more along an axis as there are places: of each value, which bits of a word it has,
+    the lowest being 0."""
+    bits = 32 // len(places)
+    shifts = np.array(places, np.uint32) * bits
     expanded = np.expand_dims(words.view(np.uint32), axis + 1)
     shape = [1] * expanded.ndim
-    shape[axis + 1] = 8
-    values = ((expanded >> shifts.reshape(shape)) & 15).astype(np.uint8)
-    return values.reshape(*words.shape[:axis], words.shape[axis] * 8, *words.shape[axis + 1 :])
+    shape[axis + 1] = len(places)
+    values = ((expanded >> shifts.reshape(shape)) & (2**bits - 1)).astype(np.uint8)
+    return values.reshape(*words.shape[:axis], words.shape[axis] * len(places), *words.shape[axis + 1 :])
 
 
-def group_of(size: Any) -> dict[str, Any]:
-    """The kind's group and whether scales are of whole rows, for a checkpoint's size of groups."""
-    return {"group": _WHOLE_ROW_GROUP if size == -1 else size}
+def kind_of(bits: int, size: int, *, zero_points: bool, act_order: bool = False) -> Int4 | Int8:
+    """What layers keep of a checkpoint with groups of so many inputs, or -1 for all; of 8 bits without zero points."""
+    if bits == 8:
+        return Int8(group=None if size == -1 else size, act_order=act_order)
+    return Int4(_WHOLE_ROW_GROUP if size == -1 else size, zero_points, act_order)
 
 
 def read_awq(config: Entries) -> Scheme:
     """quant_method "awq"."""
-    _four_bits(config)
+    bits = _bits(config, 4)
     config.one_of("version", ("gemm", "GEMM"), "gemm")
     size = _group_size(config)
-    kind = Int4(**group_of(size), zero_points=config.one_of("zero_point", (True, False), True))
+    kind = kind_of(bits, size, zero_points=config.one_of("zero_point", (True, False), True))
     modules = Modules(ignored=config.names("modules_to_not_convert"))
     return Awq(name="AWQ", kind=kind, modules=modules, whole_rows=size == -1)
 
 
 def read_gptq(config: Entries) -> Scheme:
     """quant_method "gptq"."""
-    _four_bits(config)
+    bits = _bits(config, 4, 8)
+    if bits == 8:
+        config.one_of("sym", (True,), True)
     config.refuse("lm_head", "modules_in_block_to_quantize")
     offset = 0 if config.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq_v2" else 1
     size = _group_size(config)
     act_order = config.one_of("desc_act", (True, False), False) and size != -1
-    kind = Int4(**group_of(size), zero_points=True, act_order=act_order)
+    kind = kind_of(bits, size, zero_points=True, act_order=act_order)
     modules = Modules(ignored=(*config.names("modules_to_not_convert"), *_left_out(config)))
-    return Gptq(name="GPTQ", kind=kind, modules=modules, whole_rows=size == -1, offset=offset)
+    name = "GPTQ" if bits == 4 else "GPTQ in 8 bits"
+    return Gptq(name=name, kind=kind, modules=modules, whole_rows=size == -1, offset=offset)
 
 
 def _left_out(config: Entries) -> tuple[str, ...]:
@@ -228,8 +244,10 @@ def _left_out(config: Entries) -> tuple[str, ...]:
     return rules.expressions("-:")
 
 
-def _four_bits(config: Entries) -> None:
-    config.one_of("w_bit" if config.get("bits") is None and config.get("w_bit") is not None else "bits", (4,))
+def _bits(config: Entries, *supported: int) -> int:
+    name = "w_bit" if config.get("bits") is None and config.get("w_bit") is not None else "bits"
+    bits: int = config.one_of(name, supported)
+    return bits
 
 
 def _group_size(config: Entries) -> int:

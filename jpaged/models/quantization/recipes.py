@@ -3,14 +3,17 @@
              tensors of a layer, behind its name                                             activations
 fp8          weight e4m3 [out, in], weight_scale float32 [out, 1]                            a scale for each token
 fp8-block    weight e4m3 [out, in], weight_scale float32 [out / 128, in / 128]               128 inputs of a token
+int8         weight int8 [out, in], weight_scale float32 [out, 1]                            a scale for each token
 int4         weight_packed int32 [out, in / 8], weight_scale [out, in / 128], weight_shape   as they are
 
     fp8, fp8-block   scale = largest magnitude / 448      value = e4m3(weight / scale)
+    int8             scale = largest magnitude / 127      value = round(weight / scale)
     int4             scale = largest magnitude / 7.5      value = round(weight / scale), clipped to -8 .. 7; 8 is added
 
 The largest magnitude is of the weights that share a scale; where it is 0, or below 5e-33, the scale is 1. Scales of
 int4 have the type of the weights, and are rounded to it before they divide; all else is computed in float32. The
-formulas are compressed-tensors' own for symmetric weights (`quantization/utils/helpers.py`, `calculate_qparams`).
+formulas are compressed-tensors' own for symmetric weights (`quantization/utils/helpers.py`, `calculate_qparams`), but
+for int8, which is rounded as `quantization="int8"` does: there it is 127.5, so that the largest weight is clipped.
 
 numpy computes them, so that the same bits come out on every machine: XLA multiplies by the reciprocal of a constant
 divisor, keeps bfloat16 intermediates in float32 and, on a CPU, may lose a NaN in a maximum.
@@ -34,6 +37,7 @@ GROUPS = (32, 64, 128)
 
 _FP8: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 _DYNAMIC = _FP8 | {"dynamic": True}
+_INT8 = _FP8 | {"type": "int"}
 _INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False}
 
 _E4M3, _FLOAT32 = np.dtype(jnp.float8_e4m3fn), np.dtype(np.float32)
@@ -47,6 +51,7 @@ class Recipe:
 
     layout: its name in compressed-tensors. weights, activations: as in "config_groups".
     rows, columns: outputs and inputs that share a scale; 0 for all inputs.
+    most: what the largest magnitude of these becomes.
     """
 
     layout: str
@@ -54,6 +59,12 @@ class Recipe:
     activations: Mapping[str, Any] | None
     rows: int
     columns: int
+    most: float
+
+    @property
+    def _type(self) -> np.dtype:
+        """Of values that are not packed."""
+        return np.dtype(np.int8) if self.layout == "int-quantized" else _E4M3
 
     @property
     def packs(self) -> bool:
@@ -91,7 +102,7 @@ class Recipe:
         columns = self.columns or layer.inputs
         scales = (-(-layer.outputs // self.rows), -(-layer.inputs // columns))
         if not self.packs:
-            return {"weight": ((layer.outputs, layer.inputs), _E4M3), "weight_scale": (scales, _FLOAT32)}
+            return {"weight": ((layer.outputs, layer.inputs), self._type), "weight_scale": (scales, _FLOAT32)}
         return {
             "weight_packed": ((layer.outputs, layer.inputs // 8), np.dtype(np.int32)),
             "weight_scale": (scales, _scale_type(dtype)),
@@ -126,9 +137,7 @@ class Recipe:
         largest = np.abs(blocks).max(axis=(1, 3), keepdims=True)
         if not np.isfinite(largest).all():
             raise ValueError("has NaN or infinity")
-        stored = (largest / np.float32(7.5 if self.packs else FP8_MAX)).astype(
-            _scale_type(weight.dtype) if self.packs else _FLOAT32
-        )
+        stored = (largest / np.float32(self.most)).astype(_scale_type(weight.dtype) if self.packs else _FLOAT32)
         stored[largest < LEAST_LARGEST] = 1
         scales = stored.astype(_FLOAT32)
         if not ((scales >= LEAST_SCALE) & (scales <= MOST_SCALE)).all():
@@ -137,7 +146,8 @@ class Recipe:
         if self.packs:
             values = np.clip(np.rint(blocks), -8, 7).astype(np.int8).reshape(wide.shape)
         else:
-            values = np.clip(blocks, -FP8_MAX, FP8_MAX).astype(_E4M3).reshape(wide.shape)[:outputs, :inputs]
+            blocks = blocks if self._type == _E4M3 else np.rint(blocks)
+            values = np.clip(blocks, -self.most, self.most).astype(self._type).reshape(wide.shape)[:outputs, :inputs]
         return values, stored[:, 0, :, 0]
 
 
@@ -153,14 +163,18 @@ def _scale_type(dtype: np.dtype) -> np.dtype:
 
 
 RECIPES: dict[str, Recipe] = {
-    "fp8": Recipe("float-quantized", _FP8 | {"strategy": "channel"}, _DYNAMIC | {"strategy": "token"}, 1, 0),
+    "fp8": Recipe("float-quantized", _FP8 | {"strategy": "channel"}, _DYNAMIC | {"strategy": "token"}, 1, 0, FP8_MAX),
     "fp8-block": Recipe(
         "float-quantized",
         _FP8 | {"strategy": "block", "block_structure": [BLOCK, BLOCK]},
         _DYNAMIC | {"strategy": "group", "group_size": BLOCK},
         BLOCK,
         BLOCK,
+        FP8_MAX,
     ),
-    "int4": Recipe("pack-quantized", _INT4 | {"strategy": "group", "group_size": GROUP}, None, 1, GROUP),
+    "int8": Recipe(
+        "int-quantized", _INT8 | {"strategy": "channel"}, _INT8 | {"dynamic": True, "strategy": "token"}, 1, 0, 127.0
+    ),
+    "int4": Recipe("pack-quantized", _INT4 | {"strategy": "group", "group_size": GROUP}, None, 1, GROUP, 7.5),
 }
 """By the names that `quantize_checkpoint` and `jpaged quantize` give them."""

@@ -5,9 +5,10 @@ from typing import Any
 
 from jpaged.api.errors import CheckpointError, InvalidParameterError, UnsupportedModelError, shown
 from jpaged.models.quantization.compressed_tensors import read_compressed_tensors
-from jpaged.models.quantization.fp8_weights import ONLINE, read_fbgemm, read_fp8
+from jpaged.models.quantization.fp8_weights import read_fbgemm, read_fp8
 from jpaged.models.quantization.modelopt import read_modelopt
 from jpaged.models.quantization.mxfp4 import read_mxfp4
+from jpaged.models.quantization.online import ONLINE
 from jpaged.models.quantization.packed_weights import read_awq, read_gptq
 from jpaged.models.quantization.scheme import Entries, Scheme
 
@@ -22,9 +23,6 @@ _METHODS: dict[str, Callable[[Entries], Scheme]] = {
 }
 """By "quant_method" of a config.json."""
 
-_ONLINE: dict[str, Scheme] = {"fp8": ONLINE}
-"""Those that a checkpoint without quantization can be brought into while it is read."""
-
 
 def find_scheme(config: Mapping[str, Any], asked: str | None) -> Scheme | None:
     """The scheme of a config.json's "quantization_config", or the one that a user asks for; None for neither.
@@ -38,12 +36,12 @@ def find_scheme(config: Mapping[str, Any], asked: str | None) -> Scheme | None:
     """
     entries = _entries(config)
     if entries is None:
-        if asked is not None and asked not in _ONLINE:
+        if asked is not None and asked not in ONLINE:
             raise InvalidParameterError(
                 f"quantization={asked!r} is for checkpoints of that scheme, and this one is not quantized; supported"
-                f" for such: {', '.join(map(repr, _ONLINE))}."
+                f" for such: {', '.join(map(repr, ONLINE))}."
             )
-        return None if asked is None else _ONLINE[asked]
+        return None if asked is None else ONLINE[asked]
     method = _method(entries)
     if asked is not None and asked != method:
         raise InvalidParameterError(

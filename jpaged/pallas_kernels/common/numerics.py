@@ -14,7 +14,8 @@ LEAST_SCALE, MOST_SCALE = 1e-35, 1e35
 zeros of small ones, and zero divided by such a scale is NaN."""
 
 LEAST_LARGEST = FP8_MAX * LEAST_SCALE
-"""Rows whose largest magnitude is below this are rounded to zeros, with a scale of 1. Triton's kernels spell it out."""
+"""Rows whose largest magnitude is below this are rounded to zeros, with a scale of 1. Triton's kernels spell it out.
+Integers of 8 bits, whose limit would be lower, have the same."""
 
 
 def precision_of(dtype: jnp.dtype) -> lax.Precision | None:

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
 _TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "bool": "i1", "int32": "i32", "uint32": "u32"}
-_TYPES |= {"uint8": "u8", "float8_e4m3fn": "fp8e4nv"}
+_TYPES |= {"uint8": "u8", "int8": "i8", "float8_e4m3fn": "fp8e4nv"}
 """Triton's names of numpy's types."""
 
 _BITS = {tl.bfloat16: ml_dtypes.bfloat16, tl.float8e4nv: ml_dtypes.float8_e4m3fn}

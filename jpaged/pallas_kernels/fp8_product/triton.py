@@ -3,7 +3,7 @@
     a CTA: outputs x rows of the result, transposed, as few rows then waste no more of a tensor core than they must
 
     both in e4m3      x is rounded before; tiles go from shared memory to the tensor cores as they are
-    weights alone     w is widened to x's type in registers
+    weights alone     w, in e4m3 or of `int8_product`, is widened to x's type in registers
 
 Scales multiply sums in float32: at the end, or, where groups of inputs have their own, behind each step of one group.
 
@@ -25,6 +25,7 @@ from jpaged.pallas_kernels import devices
 from jpaged.pallas_kernels.common.numerics import as_bits
 from jpaged.pallas_kernels.common.triton_call import Launch, call
 from jpaged.pallas_kernels.common.triton_fp8 import as_fp8, widen
+from jpaged.pallas_kernels.common.triton_int8 import widen_int8
 from jpaged.pallas_kernels.common.triton_targets import for_family
 from jpaged.pallas_kernels.common.triton_tiles import place, splits_of
 from jpaged.pallas_kernels.fp8_product.operands import Operands, Options
@@ -146,7 +147,7 @@ def _fp8_product(
     ROWS: tl.constexpr,  # of a CTA
     STEP: tl.constexpr,  # inputs of a step, which divides a group
 ):
-    """x: [M, K]. w: e4m3 [N, K]. of_rows: float32 [M, GROUPS], of x if ROUNDED. scale: float32 [N, GROUPS].
+    """x: [M, K]. w: e4m3 or int8 [N, K]. of_rows: float32 [M, GROUPS], of x if ROUNDED. scale: float32 [N, GROUPS].
     out: [splits, M, N]. Bits of e4m3 come as uint8."""
     tile, strip = place(tl.program_id(0), (M + ROWS - 1) // ROWS, (N + OUTPUTS - 1) // OUTPUTS)
     row, column = tile * ROWS + tl.arange(0, ROWS), strip * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -170,7 +171,9 @@ def _fp8_product(
             here, there = here & (start + inner < K)[None, :], there & (start + inner < K)[:, None]
         of_x = tl.load(inputs + start, mask=there, other=0.0)
         of_w = tl.load(weights + start, mask=here, other=0.0 if ROUNDED else 0)
-        if not ROUNDED:
+        if w.dtype.element_ty == tl.int8:
+            of_w = widen_int8(of_w, x.dtype.element_ty)
+        elif not ROUNDED:
             of_w = widen(of_w, x.dtype.element_ty)
         if GROUPS == 1 and ROUNDED:  # the limit also keeps Triton from making one product of the sum
             total += tl.dot(of_w, of_x, max_num_imprecise_acc=STEP)

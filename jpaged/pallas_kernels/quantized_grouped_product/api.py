@@ -4,6 +4,7 @@
 
     form      w                        weight                scale
     "fp8"     e4m3                     w * scale             float32
+    "int8"    int8                     w * scale             float32
     "int4"    uint8, two values each   (w - zero) * scale    float32, zero uint8 likewise or 8 throughout
     "mxfp4"   uint8, two values each   w * 2^(scale - 127)   uint8; w is one of +-0, 0.5, 1, 1.5, 2, 3, 4, 6 (E2M1)
     "nvfp4"   uint8, two values each   w * (scale / outer)   e4m3, of 16 inputs; outer float32 [E, N]; w likewise
@@ -30,7 +31,7 @@ from jpaged.pallas_kernels.registry import Op, is_hopper
 
 OP = Op("quantized_grouped_product", __package__, also={"triton": is_hopper})
 
-Form = Literal["fp8", "int4", "mxfp4", "nvfp4"]
+Form = Literal["fp8", "int8", "int4", "mxfp4", "nvfp4"]
 """What a weight is, see above."""
 
 
@@ -53,13 +54,13 @@ def quantized_grouped_product(
 
     Args:
         x: floats [A, K].
-        w: float8_e4m3fn [E, N, K], or uint8 [E, N, K / 2].
+        w: float8_e4m3fn or int8 [E, N, K], or uint8 [E, N, K / 2].
         scale: float32, uint8 of "mxfp4", float8_e4m3fn of "nvfp4" [E, N, G].
         group_sizes: int32 [E], rows of each group, none negative, no more than A in all; or None, with
         groups: int32 [A], the group of each row, in any order; others than 0 .. E - 1 are no group.
         form: see `Form`.
-        group: inputs that share a scale. "fp8": None for all; of the last group it may be fewer. Else even, a divisor
-            of K; 32 of "mxfp4"; 16 of "nvfp4", whose K 32 divides.
+        group: inputs that share a scale. "fp8", "int8": None for all; of the last group it may be fewer. Else even, a
+            divisor of K; 32 of "mxfp4"; 16 of "nvfp4", whose K 32 divides.
         zero: uint8 [E, N, G], with "int4" alone; None for 8.
         outer: float32 [E, N], of "nvfp4" alone. Where it is 0, so are weights.
         weights: float32 [A], what each row is multiplied by; None for nothing. More may be behind these.
@@ -102,10 +103,10 @@ def _check(x: Any, w: Any, scale: Any, zero: Any, outer: Any, form: str, group: 
         raise ValueError(f"form must be one of {', '.join(get_args(Form))}, got {form!r}")
     check.check_floats("x", x, "A, K")
     inputs = x.shape[1]
-    if form == "fp8":
+    if form in EIGHT_BITS:
         if group is not None and (not isinstance(group, int) or group < 1):
             raise ValueError(f"group must be at least 1, or None for all inputs, got {group!r}")
-        check.check_array("w", w, jnp.float8_e4m3fn, "E, N, K", (None, None, inputs))
+        check.check_array("w", w, EIGHT_BITS[form], "E, N, K", (None, None, inputs))
         number = 1 if group is None else -(-inputs // group)
     else:
         check_group(form, group, inputs)
@@ -122,6 +123,9 @@ def _check(x: Any, w: Any, scale: Any, zero: Any, outer: Any, form: str, group: 
             raise ValueError(f"zero goes with form='int4', and not with {form!r}")
         check.check_array("zero", zero, jnp.uint8, "E, N, G", shape)
 
+
+EIGHT_BITS = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
+"""Forms of a value a byte, and their types."""
 
 _SCALES = {"mxfp4": jnp.uint8, "nvfp4": jnp.float8_e4m3fn}
 

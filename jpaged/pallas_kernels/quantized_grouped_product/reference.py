@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jpaged.pallas_kernels.common.numerics import precision_of
-from jpaged.pallas_kernels.fp8_product.reference import dequantized as fp8_dequantized
+from jpaged.pallas_kernels.fp8_product.reference import dequantized as by_scales
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
 from jpaged.pallas_kernels.int4_product.reference import dequantized as int4_dequantized
 from jpaged.pallas_kernels.int4_product.reference import e2m1, nvfp4_dequantized
+from jpaged.pallas_kernels.quantized_grouped_product.api import EIGHT_BITS
 from jpaged.pallas_kernels.quantized_grouped_product.operands import Operands, Options
 
 
@@ -33,7 +34,7 @@ def quantized_grouped_product(operands: Operands, options: Options) -> jax.Array
         values, scales = w[expert], scale[expert]
         zeros = None if zero is None else zero[expert]
         divisors = None if outer is None else outer[expert]
-        if form == "fp8" and scales.shape[1] == 1:
+        if form in EIGHT_BITS and scales.shape[1] == 1:
             y = _dot(x, values.astype(x.dtype)) * scales[:, 0]
         else:
             y = _dot(x, dequantized(values, scales, zeros, divisors, form=form, group=group).astype(x.dtype))
@@ -61,8 +62,8 @@ def dequantized(
     group: int | None,
 ) -> jax.Array:
     """float32 [N, K] of one matrix's values [N, K] or [N, K / 2], scales and zero points [N, G], outer scales [N]."""
-    if form == "fp8":
-        return fp8_dequantized(w, scale, group)
+    if form in EIGHT_BITS:
+        return by_scales(w, scale, group)
     assert group is not None
     if form == "int4":
         return int4_dequantized(w, scale, zero, group)

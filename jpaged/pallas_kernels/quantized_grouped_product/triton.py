@@ -3,7 +3,7 @@
     list of tiles (`grouped_product/tiles.py`): rows of one group each, x strips of outputs; a CTA a pair
 
     a CTA:  sums of outputs x rows, transposed: few rows then waste no more of a tensor core than they must
-            fp8           steps of inputs; scales multiply sums, at the end, or behind each step of one group
+            fp8, int8     steps of inputs; scales multiply sums, at the end, or behind each step of one group
             int4, mxfp4   a group of inputs at a time: lower bits meet its first half, upper bits the second
             nvfp4         eight groups at a time: lower bits meet every other one, upper bits those between
             activation or weights --> out, rows of the tile alone
@@ -24,18 +24,20 @@ from jpaged.pallas_kernels.common.numerics import as_bits
 from jpaged.pallas_kernels.common.triton_call import Launch, call
 from jpaged.pallas_kernels.common.triton_fp4 import inverse, widen_e2m1, widen_nvfp4
 from jpaged.pallas_kernels.common.triton_fp8 import widen
+from jpaged.pallas_kernels.common.triton_int8 import widen_int8
 from jpaged.pallas_kernels.common.triton_targets import for_family
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
 from jpaged.pallas_kernels.grouped_product.tiles import END, FIRST, GROUP, plan
 from jpaged.pallas_kernels.grouped_product.triton import activated
 from jpaged.pallas_kernels.int4_product.api import NV_GROUP
+from jpaged.pallas_kernels.quantized_grouped_product.api import EIGHT_BITS
 from jpaged.pallas_kernels.quantized_grouped_product.operands import Operands, Options
 
 _GROUP, _FIRST, _END = (tl.constexpr(x) for x in (GROUP, FIRST, END))
 _NAMES = tuple(ACTIVATIONS)
 _PLAIN, _WEIGHTED = tl.constexpr(-2), tl.constexpr(-1)
-_FORMS = ("fp8", "int4", "mxfp4", "nvfp4")
-_FP8, _INT4, _MXFP4, _NVFP4 = (tl.constexpr(i) for i in range(4))
+_FORMS = ("fp8", "int8", "int4", "mxfp4", "nvfp4")
+_FP8, _INT8, _INT4, _MXFP4, _NVFP4 = (tl.constexpr(i) for i in range(5))
 _NV_STEP = 128
 """Inputs of a step in NVFP4."""
 
@@ -43,7 +45,7 @@ _NV_STEP = 128
 @dataclass(frozen=True)
 class Config:
     """How the kernel is cut and compiled. rows: of a tile, at most. outputs: of a strip, of gate and of up each; twice
-    as many without them. depth: inputs of a step in FP8. warps: of a CTA. stages: steps in flight or in use."""
+    as many without them. depth: inputs of a step in 8 bits. warps: of a CTA. stages: steps in flight or in use."""
 
     rows: int
     outputs: int
@@ -69,7 +71,7 @@ _MOST_ROWS = 64
 def default_config(rows: int, groups: int, form: str) -> Config:
     """For so many rows in so many groups: tiles as high as a group is, if rows are spread evenly."""
     table: tuple[Config, ...] = for_family(_CONFIGS)
-    if form != "fp8":
+    if form not in EIGHT_BITS:
         table = tuple(one for one in table if one.rows <= _MOST_ROWS)
     return next((one for one in table if one.rows * groups >= rows), table[-1])
 
@@ -79,13 +81,14 @@ def unsupported(x: jax.Array, w: jax.Array, scale: jax.Array, form: str, group: 
     del w
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {x.dtype} is not bfloat16 or float16"
-    taken = _FP8_GROUPS if form == "fp8" else _INT4_GROUPS if form != "nvfp4" else (NV_GROUP,)
-    if (form != "fp8" or scale.shape[2] > 1) and group not in taken:
-        return f"groups of {group}; it takes {', '.join(map(str, taken))}{', or one' if form == 'fp8' else ''}"
+    wide = form in EIGHT_BITS
+    taken = _WIDE_GROUPS if wide else _INT4_GROUPS if form != "nvfp4" else (NV_GROUP,)
+    if (not wide or scale.shape[2] > 1) and group not in taken:
+        return f"groups of {group}; it takes {', '.join(map(str, taken))}{', or one' if wide else ''}"
     return None
 
 
-_FP8_GROUPS, _INT4_GROUPS = (64, 128), (32, 64, 128)
+_WIDE_GROUPS, _INT4_GROUPS = (64, 128), (32, 64, 128)
 
 
 @partial(jax.jit, static_argnames=("options", "config"))
@@ -105,11 +108,14 @@ def quantized_grouped_product(operands: Operands, options: Options, config: Conf
         ending = _NAMES.index(activation)
     else:
         ending = _PLAIN.value if weights is None else _WEIGHTED.value
-    step = group if form != "fp8" else config.depth if number == 1 or group is None else min(config.depth, group)
-    step = _NV_STEP if form == "nvfp4" else step
+    shared = depth if number == 1 or group is None else group
+    if form in EIGHT_BITS:
+        step = config.depth if number == 1 else min(config.depth, shared)
+    else:
+        step = _NV_STEP if form == "nvfp4" else shared
     constants: dict[str, Any] = {"LAST": ends.shape[0] - 1, "DEPTH": depth, "COLUMNS": columns, "ENDING": ending}
     constants |= {"STRIPS": strips, "ROWS": config.rows, "WIDTH": width, "STEP": step, "FORM": _FORMS.index(form)}
-    constants |= {"GROUPS": number, "GROUP": depth if number == 1 or group is None else group}
+    constants |= {"GROUPS": number, "GROUP": shared}
     constants |= {"ZEROS": zero is not None}
     out = jax.ShapeDtypeStruct((rows, columns), x.dtype)
     # What is not there is not read either, and x stands for it.
@@ -143,8 +149,9 @@ def _quantized_grouped_product(
     GROUP: tl.constexpr,  # inputs of a group
     ZEROS: tl.constexpr,  # whether `zero` is one
 ):
-    """x: [A, DEPTH]. w: uint8 [E, 2 if gated, COLUMNS, DEPTH or half of it]. scale: [.., GROUPS]. zero: uint8 likewise.
-    outer: float32 [.., 1]. weights: float32 [A]. tiles: int32 [tiles, 3]. ends: int32 [LAST + 1]. out: [A, COLUMNS]."""
+    """x: [A, DEPTH]. w: uint8 or int8 [E, 2 if gated, COLUMNS, DEPTH or half of it]. scale: [.., GROUPS].
+    zero: uint8 likewise. outer: float32 [.., 1]. weights: float32 [A]. tiles: int32 [tiles, 3].
+    ends: int32 [LAST + 1]. out: [A, COLUMNS]."""
     tile = tl.program_id(0) // STRIPS
     if tile >= tl.load(ends + LAST):
         return
@@ -159,11 +166,12 @@ def _quantized_grouped_product(
     is_column = column < COLUMNS
     GATED: tl.constexpr = ENDING >= 0
     HALVES: tl.constexpr = 2 if GATED else 1
-    BYTES: tl.constexpr = DEPTH if FORM == _FP8 else DEPTH // 2
+    EIGHT: tl.constexpr = FORM <= _INT8
+    BYTES: tl.constexpr = DEPTH if EIGHT else DEPTH // 2
     output = group * (HALVES * COLUMNS) + column
     first = tl.zeros((WIDTH, ROWS), tl.float32)
     second = tl.zeros((WIDTH if GATED else 16, ROWS), tl.float32)
-    PART: tl.constexpr = STEP if FORM == _FP8 else STEP // 2
+    PART: tl.constexpr = STEP if EIGHT else STEP // 2
     inner = tl.arange(0, PART)
     # Of a byte in NVFP4 the lower bits are for an input of one group of 16, the upper bits for one of the next.
     place = (inner // 16) * 32 + inner % 16 if FORM == _NVFP4 else inner
@@ -176,7 +184,7 @@ def _quantized_grouped_product(
         if DEPTH % STEP != 0:
             there = there & (step * STEP + place < DEPTH)[:, None]
         lower = tl.load(inputs + step * STEP, mask=there, other=0.0)
-        if FORM == _FP8:
+        if EIGHT:
             upper = lower
         else:
             upper = tl.load(inputs + step * STEP + HALF, mask=there, other=0.0)
@@ -189,7 +197,7 @@ def _quantized_grouped_product(
             of_up = COLUMNS * GROUPS + at
             of_scales, of_zeros = scales + of_up, zeros + of_up
             second = _sum(second, words, lower, upper, of_scales, of_zeros, is_column, left, FORM, GROUPS, ZEROS)
-    if FORM == _FP8 and GROUPS == 1:
+    if EIGHT and GROUPS == 1:
         first *= tl.load(scales, mask=is_column, other=0.0)[:, None]
         if GATED:
             second *= tl.load(scales + COLUMNS, mask=is_column, other=0.0)[:, None]
@@ -209,7 +217,7 @@ def _quantized_grouped_product(
 def _words(
     factors, step, inner, is_column, FORM: tl.constexpr, DEPTH: tl.constexpr, STEP: tl.constexpr, PART: tl.constexpr
 ):
-    """A step's bytes, uint8 [WIDTH, PART]."""
+    """A step's bytes [WIDTH, PART]."""
     here = is_column[:, None]
     if DEPTH % STEP != 0:
         here = here & (step * PART + inner < DEPTH * PART // STEP)[None, :]
@@ -234,6 +242,8 @@ def _sum(
     kind: tl.constexpr = lower.dtype
     if FORM == _FP8 and GROUPS == 1:
         total = tl.dot(widen(words, kind), lower, total)
+    elif FORM == _INT8 and GROUPS == 1:
+        total = tl.dot(widen_int8(words, kind), lower, total)
     elif FORM == _NVFP4:
         pair = tl.arange(0, words.shape[1]) // 16 * 2
         here = is_column[:, None] & (pair * 16 < left)[None, :]
@@ -245,6 +255,9 @@ def _sum(
         if FORM == _FP8:
             factor = tl.load(scales, mask=is_column, other=0.0)
             part = tl.dot(widen(words, kind), lower)
+        elif FORM == _INT8:
+            factor = tl.load(scales, mask=is_column, other=0.0)
+            part = tl.dot(widen_int8(words, kind), lower)
         elif FORM == _INT4:
             middle = 8.0
             if ZEROS:

@@ -19,7 +19,8 @@ from jpaged.frontend.model_of_config import options_of
 from jpaged.models.loading import orbax_checkpoint
 from jpaged.models.loading.live import WeightUpdater
 from jpaged.models.quantization import SUFFIXES
-from jpaged.models.quantization.fp8 import Fp8, quantize_rows
+from jpaged.models.quantization.fp8 import Fp8
+from jpaged.models.quantization.int8 import Int8
 from jpaged.models.quantization.layers import RowOrder, StoredLayer
 from jpaged.models.quantization.mxfp4 import Mxfp4
 from jpaged.models.quantization.nvfp4 import Nvfp4
@@ -41,6 +42,7 @@ from tests.tiny_models import VOCAB_SIZE, tiny_model, write_tiny_model
 
 LLAMA, QWEN3 = "llama-biases", "qwen3-layer-types"
 WEIGHT_ONLY = ("fp8-weights", "fp8-blocks", "awq", "gptq-act-order", "int4-symmetric", "int4-act-order", "nvfp4")
+WEIGHT_ONLY += ("gptq-8-bits",)
 ROWS = "llama of 128"
 """For scales of whole rows, which are repeated every 128 inputs."""
 LENGTH = 24
@@ -83,7 +85,10 @@ def values_of(model: models.Model, named: dict[str, Any], name: str) -> Any:
         return nvfp4_dequantized(flat[""], flat["_scale"], flat["_outer"][:, 0])
     if isinstance(kind, Fp8):
         return fp8_dequantized(flat[""], flat["_scale"], kind.group)
-    values = int4_dequantized(flat[""], flat["_scale"], flat.get("_zero"), kind.group)
+    if isinstance(kind, Int8):
+        values = fp8_dequantized(flat[""], flat["_scale"], kind.group)
+    else:
+        values = int4_dequantized(flat[""], flat["_scale"], flat.get("_zero"), kind.group)
     if "_order" not in flat:
         return values
     orders = np.argsort(flat["_order"], axis=1)  # of the layer, or of each expert
@@ -149,9 +154,14 @@ def next_tokens(model: models.Model, weights: models.Weights, tokens: jax.Array)
     return jnp.argmax(model.logits(weights, hidden), axis=-1)
 
 
+def prompt() -> np.ndarray:
+    """int32 [LENGTH], of which the first half is read."""
+    return np.random.default_rng(5).integers(3, VOCAB_SIZE, LENGTH).astype(np.int32)
+
+
 def greedy(model: models.Model, weights: models.Weights) -> list[int]:
     """The likeliest token after each of a prompt's and of the text that follows it."""
-    tokens = np.random.default_rng(5).integers(3, VOCAB_SIZE, LENGTH).astype(np.int32)
+    tokens = prompt()
     for n in range(LENGTH // 2, LENGTH):
         tokens[n] = next_tokens(model, weights, tokens)[n - 1]
     return next_tokens(model, weights, tokens).tolist()
@@ -171,8 +181,19 @@ def round_activations(x: np.ndarray, scale: float | None, bound: float = np.inf)
     return np.clip(x / scale, -448, 448).astype(E4M3).astype(np.float32) * scale
 
 
-@pytest.mark.parametrize(("layout", "scale"), [("fp8-static", 0.02), ("fp8-dynamic", None), ("fbgemm", None)])
+def round_to_integers(x: np.ndarray, scale: float | None) -> np.ndarray:
+    """Likewise, to integers of 8 bits."""
+    if scale is None:
+        scale = np.abs(x).max(axis=1, keepdims=True) / np.float32(127)
+    return np.clip(np.round(x / scale), -128, 127) * scale
+
+
+@pytest.mark.parametrize(
+    ("layout", "scale"),
+    [("fp8-static", 0.02), ("fp8-dynamic", None), ("fbgemm", None), ("int8-static", 0.05), ("int8-dynamic", None)],
+)
 def test_activations_are_rounded_as_the_scheme_says(layout, scale, plain, tmp_path):
+    rounded = round_to_integers if layout.startswith("int8") else round_activations
     model, weights = load(quantized_checkpoint(plain[LLAMA], tmp_path / "quantized", layout))
     found, module = dequantized(model, weights), model.module(weights)
     rng = np.random.default_rng(3)
@@ -181,7 +202,7 @@ def test_activations_are_rounded_as_the_scheme_says(layout, scale, plain, tmp_pa
         x = (rng.standard_normal((7, inputs)) * rng.uniform(0.1, 3, (7, 1))).astype(np.float32)
         x[3] = 0
         kernel = found[f"layers.1.{name}"].reshape(inputs, -1).astype(np.float64)
-        right = (round_activations(x[[0, 1, 2, 4, 5, 6]], scale).astype(np.float64)) @ kernel
+        right = rounded(x[[0, 1, 2, 4, 5, 6]], scale).astype(np.float64) @ kernel
         bias = 0 if layer.bias is None else np.asarray(layer.bias[...]).reshape(-1)
         y = layer(x) if not layer.layout.splits_inputs else layer.partial_sum(x).array
         ours = np.asarray(y).reshape(7, -1) - (0 if layer.layout.splits_inputs else bias)
@@ -193,6 +214,7 @@ def test_activations_are_rounded_as_the_scheme_says(layout, scale, plain, tmp_pa
 
 def test_online_each_output_has_a_scale_and_is_rounded_to_the_nearest(plain):
     model, weights = load(plain[LLAMA], "fp8")
+    integers = dequantized(*load(plain[LLAMA], "int8"))
     plain_model, plain_weights = load(plain[LLAMA])
     found = dequantized(model, weights)
     for name, expected in zip(plain_model.parameter_names, plain_weights, strict=True):
@@ -205,6 +227,8 @@ def test_online_each_output_has_a_scale_and_is_rounded_to_the_nearest(plain):
         np.testing.assert_allclose(np.abs(found[name]).max(axis=inner), largest, rtol=1e-6)
         # 3 bits of mantissa: half of an eighth; below 2 ** -6 the steps are 2 ** -9, of 448 parts of the largest.
         assert np.all(np.abs(found[name] - expected) <= np.maximum(np.abs(expected) / 16, largest / 448 / 1024) * 1.001)
+        np.testing.assert_allclose(np.abs(integers[name]).max(axis=inner), largest, rtol=1e-6)
+        assert np.all(np.abs(integers[name] - expected) <= largest / 254 * 1.001)
 
 
 @pytest.mark.parametrize(
@@ -240,6 +264,7 @@ SCALES = {
     "fp8-static": ("weight_scale", "input_scale"),
     "fp8-dynamic": ("weight_scale",),
     "fp8-blocks": ("weight_scale_inv",),
+    "int8-static": ("weight_scale", "input_scale"),
     "awq": ("scales",),
     "gptq": ("scales",),
     "int4-symmetric": ("weight_scale",),
@@ -282,11 +307,12 @@ def test_scales_that_float32_does_not_compute_with_are_named():
 def test_outputs_of_tiny_weights_become_zeros_and_no_nan():
     """Whose scale a device would take for zero."""
     weight = np.outer(np.float32([1e-30, 1e-33, 1e-36, 1e-37, 1e-40]), np.linspace(-1, 1, 33, dtype=np.float32))
-    arrays = quantize_rows(jnp.asarray(weight), RowOrder(weight.shape, (0, 1)))
-    found = np.asarray(fp8_dequantized(arrays[""], arrays["_scale"], None))
-    np.testing.assert_allclose(found[0], weight[0], rtol=0.07, atol=1e-33)
-    assert not found[1:].any()
-    np.testing.assert_array_equal(arrays["_scale"][1:], 1)
+    for kind, rtol, atol in ((Fp8(), 0.07, 1e-33), (Int8(), 0, 1e-30 / 254)):
+        values, scales = kind.rounded(jnp.asarray(weight), RowOrder(weight.shape, (0, 1)))
+        found = np.asarray(fp8_dequantized(values, scales, None))
+        np.testing.assert_allclose(found[0], weight[0], rtol=rtol, atol=atol * 1.001)
+        assert not found[1:].any()
+        np.testing.assert_array_equal(scales[1:], 1)
 
 
 def test_scales_of_nvfp4_that_cannot_be_are_named(plain, tmp_path):
@@ -338,6 +364,21 @@ def test_nvfp4_is_what_compressed_tensors_itself_decompresses_to_the_bit():
     arrays = scheme.arrays(StoredLayer("layer", *tensors["weight"].shape), found)
     ours = nvfp4_dequantized(arrays[""], arrays["_scale"], arrays["_outer"][:, 0])
     np.testing.assert_array_equal(np.asarray(ours.astype(jnp.bfloat16)), tensors["weight"])
+
+
+def test_integers_are_what_compressed_tensors_itself_decompresses_to_the_bit():
+    """`int8.safetensors` holds what its IntQuantizationCompressor and its PackedQuantizationCompressor (groups of 32)
+    made of a weight, and what they make of that again, in its type, bfloat16."""
+    tensors = read_tensors(Path(__file__).with_name("int8.safetensors"))
+    for kind, layout, group in (("int", "int8-dynamic", None), ("packed", "int8-weights", 32)):
+        config = json.loads(json.dumps(PUBLISHED[layout].config))
+        if group is not None:
+            config["config_groups"]["group_0"]["weights"] |= {"strategy": "group", "group_size": group}
+        scheme = models.ModelConfig.from_dict(tiny_model(LLAMA).config | {"quantization_config": config}).quantization
+        found = {name.removeprefix(f"{kind}."): one for name, one in tensors.items() if name.startswith(kind)}
+        expected = found.pop("decompressed")
+        ours = scheme.dequantized(scheme.arrays(StoredLayer("layer", *expected.shape), found), jnp.bfloat16)
+        np.testing.assert_array_equal(np.asarray(ours), expected)
 
 
 def test_values_that_are_not_numbers_are_named(plain, tmp_path):
@@ -491,6 +532,9 @@ def test_arrays_given_to_a_model_that_rounds_become_what_loading_makes_of_a_chec
         update = updater.match(given)
         assert update.is_complete
         assert same_bits(updater.apply(zeros(rounded), update), wanted)
+    integers, wanted = load(tmp_path / "saved", "int8")
+    updater = WeightUpdater(integers, integers, None)
+    assert same_bits(updater.apply(zeros(integers), updater.match(weights)), wanted)
 
 
 def test_a_part_of_joined_products_is_rounded_and_the_rest_keeps_its_bits(plain):
@@ -537,7 +581,8 @@ def zeros(model: models.Model) -> models.Weights:
 
 def test_the_scheme_is_part_of_what_tells_programs_apart(plain, tmp_path):
     configs = [models.ModelConfig.from_directory(plain[LLAMA], quantization=asked) for asked in (None, "fp8")]
-    for layout in ("fp8-static", "fp8-dynamic", "fp8-weights"):
+    configs.append(models.ModelConfig.from_directory(plain[LLAMA], quantization="int8"))
+    for layout in ("fp8-static", "fp8-dynamic", "fp8-weights", "int8-static", "int8-dynamic", "int8-weights"):
         configs.append(models.ModelConfig.from_directory(quantized_checkpoint(plain[LLAMA], tmp_path / layout, layout)))
     assert len({repr(config) for config in configs}) == len(configs)
 
@@ -560,9 +605,41 @@ def test_an_order_of_inputs_that_cannot_be_is_named(plain, tmp_path):
         load(unsaid)
 
 
+def test_eight_bits_that_are_not_supported_are_refused_by_name(plain, tmp_path):
+    llama, gptq = plain[LLAMA], PUBLISHED["gptq-8-bits"]
+    assert "sym=False is not supported; supported: True" in refusal(llama, **gptq.config | {"sym": False})
+    for layout, part, entries, said in (
+        ("int8-dynamic", "weights", {"symmetric": False}, "weights: symmetric=False is not supported"),
+        ("int8-dynamic", "weights", {"strategy": "group"}, "strategy='group' is not supported; supported: 'tensor',"),
+        ("int8-dynamic", "input_activations", {"symmetric": False}, "input_activations: symmetric=False is not"),
+        ("int8-dynamic", "input_activations", {"strategy": "tensor"}, "strategy='tensor' is not supported"),
+        ("int8-dynamic", "input_activations", {"num_bits": 4}, "num_bits=4 is not supported; supported: 8"),
+        ("int8-weights", "weights", {"symmetric": False}, "weights: symmetric=False is not supported"),
+        ("int8-weights", "weights", {"num_bits": 3}, "'pack-quantized' with weights of 3 bits (int) is not supported"),
+    ):
+        config = PUBLISHED[layout].config
+        group = config["config_groups"]["group_0"]
+        changed = {"group_0": group | {part: group[part] | entries}}
+        assert said in refusal(llama, **config | {"config_groups": changed})
+
+    directory = quantized_checkpoint(llama, tmp_path / "quantized", "gptq-8-bits")
+    good = read_tensors(directory / "model.safetensors")
+    name = "model.layers.1.self_attn.k_proj.qzeros"
+    write_tensors(directory / "model.safetensors", good | {name: good[name] + 1})
+    with pytest.raises(
+        CheckpointError, match=rf"'{name}' has zero points other than 128, which are not supported in 8"
+    ):
+        load(directory)
+    name = "model.layers.1.self_attn.k_proj.qweight"
+    write_tensors(directory / "model.safetensors", good | {name: good[name][:-1]})
+    with pytest.raises(CheckpointError, match=f"'{name}' has shape"):
+        load(directory)
+
+
 def test_four_bit_layouts_that_are_not_supported_are_refused_by_name(plain):
     llama, awq, gptq = plain[LLAMA], PUBLISHED["awq"].config, PUBLISHED["gptq"].config
-    assert "bits=8 is not supported; supported: 4" in refusal(llama, **gptq | {"bits": 8})
+    assert "bits=3 is not supported; supported: 4, 8" in refusal(llama, **gptq | {"bits": 3})
+    assert "bits=8 is not supported; supported: 4." in refusal(llama, **awq | {"bits": 8})
     assert "group_size=16 is not supported; supported: 32, 64, 128, -1" in refusal(llama, **awq | {"group_size": 16})
     assert "version='gemv'" in refusal(llama, **awq | {"version": "gemv"})
     wider = {"-:.*attn.*": {}, "+:.*down_proj.*": {"bits": 8}}

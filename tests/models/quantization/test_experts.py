@@ -32,6 +32,7 @@ CASES = [
     ("awq", "mixtral"),
     ("gptq", "qwen3-moe"),
     ("int4-symmetric", "qwen3-moe"),
+    ("int8-dynamic", "deepseek-v3"),
     ("nvfp4", "mixtral"),
     ("modelopt-nvfp4", "qwen3-moe"),
     ("gptq-act-order", "mixtral"),
@@ -67,7 +68,8 @@ def test_experts_are_those_of_the_published_layout_to_the_bit_and_stay_small(lay
     assert ours[0].num_parameters == model.num_parameters
     for parameter, array in zip(ours[0].parameter_names, ours[1], strict=True):
         if parameter in experts_of(ours[0]):
-            assert array.dtype == (jnp.float8_e4m3fn if "fp8" in layout else jnp.uint8)
+            eight = jnp.float8_e4m3fn if "fp8" in layout else jnp.int8 if "8" in layout else jnp.uint8
+            assert array.dtype == eight
     found = dequantized(*ours)
     assert set(found) == set(model.parameter_names)
     for parameter, expected in zip(model.parameter_names, weights, strict=True):

@@ -11,6 +11,7 @@ from jpaged import models
 from jpaged.api.errors import UnsupportedModelError
 from jpaged.models.quantization.fp8 import Fp8
 from jpaged.models.quantization.int4 import Int4
+from jpaged.models.quantization.int8 import Int8
 from jpaged.models.quantization.mxfp4 import Mxfp4
 from jpaged.models.quantization.nvfp4 import Nvfp4
 from tests.support.quantized import tiny
@@ -94,6 +95,17 @@ CASES = {
         ),
         Fp8(group=128, activations="dynamic"),
     ),
+    "RedHatAI/Llama-3.1-8B-Instruct-quantized.w8a8": Case(
+        "llama-biases",
+        compressed(_INT8 | {"strategy": "channel"}, _INT8 | {"strategy": "token"}, "int-quantized"),
+        Int8(activations="dynamic"),
+    ),
+    "RedHatAI/Llama-3.1-8B-Instruct-quantized.w8a16": Case(
+        "llama-biases",
+        compressed(_INT8 | {"strategy": "channel"}, None, "pack-quantized", **_NEWER),
+        Int8(),
+    ),
+    "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int8": Case("llama-biases", gptq(bits=8), Int8(group=128)),
     "RedHatAI/Llama-3.1-8B-Instruct-quantized.w4a16": Case(
         "llama-biases",
         compressed(_INT4 | {"group_size": 128, "actorder": "weight", "observer": "mse"}, None, "pack-quantized"),
@@ -291,9 +303,9 @@ def test_published_schemes_cover_the_layers_that_they_say(name: str) -> None:
 
 
 REFUSED = {
-    "RedHatAI/Llama-3.1-8B-Instruct-quantized.w8a8": (
-        compressed(_INT8 | {"strategy": "channel"}, _INT8 | {"strategy": "token"}, "int-quantized"),
-        r"'int-quantized' with weights of 8 bits \(int\)",
+    "LLM Compressor, asymmetric activations in 8 bits": (
+        compressed(_INT8 | {"strategy": "channel"}, _INT8 | {"strategy": "token", "symmetric": False}, "int-quantized"),
+        "input_activations: symmetric=False",
     ),
     "unsloth/Llama-3.1-8B-Instruct-bnb-4bit": (
         {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "quant_method": "bitsandbytes"},
@@ -304,7 +316,7 @@ REFUSED = {
         "quant_algo='MIXED_PRECISION'",
     ),
     "GPTQModel, 8 bits in some layers": (gptq(dynamic={"+:.*mlp.*": {"bits": 8}}), r"dynamic: \+:.\*mlp.\*"),
-    "GPTQModel, 8 bits": (gptq(bits=8), "bits=8"),
+    "GPTQModel, 3 bits": (gptq(bits=3), "bits=3"),
 }
 
 

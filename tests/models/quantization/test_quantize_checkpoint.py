@@ -26,17 +26,18 @@ LLAMA, QWEN3 = "llama-biases", "qwen3-layer-types"
 SIZES = {
     "fp8": {},
     "fp8-block": {},  # 160 inputs: the last block of some is not whole
+    "int8": {},
     "int4": {"hidden_size": 128, "head_dim": 64},
 }
 GENERATING = ((LLAMA, "fp8"), (QWEN3, "fp8-block"), (QWEN3, "int4"))
-"""Each scheme once: an engine takes seconds to compile."""
+"""Once each but int8, which engines serve in `test_checkpoints.py`: one takes seconds to compile."""
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def dequantized_by_formula(scheme: str, weight: np.ndarray) -> np.ndarray:
     """What the scheme makes of a weight, in float32."""
     wide = weight.astype(np.float32)
-    rows, columns = {"fp8": (1, wide.shape[1]), "fp8-block": (128, 128), "int4": (1, 128)}[scheme]
+    rows, columns = {"fp8-block": (128, 128), "int4": (1, 128)}.get(scheme, (1, wide.shape[1]))
     found = np.empty_like(wide)
     for r in range(0, wide.shape[0], rows):
         for c in range(0, wide.shape[1], columns):
@@ -45,6 +46,9 @@ def dequantized_by_formula(scheme: str, weight: np.ndarray) -> np.ndarray:
             if scheme == "int4":
                 scale = (largest / np.float32(7.5)).astype(weight.dtype).astype(np.float32) if largest else 1
                 values = np.clip(np.round(part / scale), -8, 7)
+            elif scheme == "int8":
+                scale = largest / np.float32(127) if largest else np.float32(1)
+                values = np.round(part / scale)
             else:
                 scale = largest / np.float32(448) if largest else np.float32(1)
                 values = np.clip(part / scale, -448, 448).astype(E4M3).astype(np.float32)
@@ -73,6 +77,7 @@ def stored_as(directory: Path, target: Path, dtype: Any) -> Path:
         (QWEN3, "fp8", np.float32),
         (LLAMA, "fp8-block", np.float32),
         (QWEN3, "fp8-block", BF16),
+        (QWEN3, "int8", np.float16),
         (LLAMA, "int4", np.float16),
         (QWEN3, "int4", BF16),
     ],
@@ -201,7 +206,7 @@ def test_models_and_schemes_that_cannot_be_quantized_are_named(plain: Path, tmp_
     for source, scheme, words in refused:
         with pytest.raises(UnsupportedModelError, match=words):
             quantize_checkpoint(source, tmp_path / "out", scheme)
-    with pytest.raises(InvalidParameterError, match="scheme must be one of fp8, fp8-block, int4, got 'int3'"):
+    with pytest.raises(InvalidParameterError, match="scheme must be one of fp8, fp8-block, int8, int4, got 'int3'"):
         quantize_checkpoint(plain, tmp_path / "out", "int3")
     with pytest.raises(InvalidParameterError, match="shard_bytes must be at least 1"):
         quantize_checkpoint(plain, tmp_path / "out", "fp8", shard_bytes=0)

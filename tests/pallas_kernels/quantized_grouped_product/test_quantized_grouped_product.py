@@ -40,6 +40,8 @@ class Case:
 CASES = [
     Case("fp8", None, 72, 40),
     Case("fp8", 128, 160, 72),
+    Case("int8", None, 72, 40),
+    Case("int8", 64, 96, 40),
     Case("int4", 32, 96, 40),
     Case("int4", 64, 128, 72, zeros=True),
     Case("mxfp4", 32, 96, 40),
@@ -62,6 +64,9 @@ def matrices(case: Case, seed: int = 0) -> tuple[dict[str, Any], np.ndarray]:
         w = (rng.standard_normal(shape) * 64).astype(ml_dtypes.float8_e4m3fn)
         values = w.astype(np.float64)
         return {"w": w, "scale": scale}, values * np.repeat(scale, shared, axis=2)[..., : case.inputs]
+    if case.form == "int8":
+        w = rng.integers(-128, 128, shape, np.int8)
+        return {"w": w, "scale": scale}, w * np.repeat(scale.astype(np.float64), shared, axis=2)[..., : case.inputs]
     bits = rng.integers(0, 16, shape, np.uint8)
     w = pack(bits.reshape(-1, case.inputs), max(shared, 32)).reshape(*shape[:2], -1)
     if case.form == "mxfp4":
@@ -174,7 +179,7 @@ def test_experts_without_rows_are_not_read():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"form": "nf4"}, "form must be one of fp8, int4, mxfp4, nvfp4"),
+        ({"form": "nf4"}, "form must be one of fp8, int8, int4, mxfp4, nvfp4"),
         ({"group": 0, "form": "fp8"}, "group must be at least 1, or None"),
         ({"group": 7}, "group must be even and divide K=96"),
         ({"group": 48, "form": "mxfp4"}, "group of form='mxfp4' must be 32"),
@@ -189,7 +194,7 @@ def test_experts_without_rows_are_not_read():
     ],
 )
 def test_arguments_that_do_not_fit_are_named(change, said):
-    case = CASES[2]
+    case = CASES[4]
     given, _ = matrices(case)
     x, _ = rows(case, jnp.float32)
     arguments = given | case.options | {"x": x, "group_sizes": jnp.asarray(SIZES, jnp.int32)} | change

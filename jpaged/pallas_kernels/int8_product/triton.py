@@ -1,0 +1,28 @@
+"""The product with weights alone in 8-bit integers, for GPUs from Ampere on: the kernel of `fp8_product`, which then
+widens integers. Products of two int8 operands are XLA's, which gives them to cuBLASLt."""
+
+import jax
+
+from jpaged.pallas_kernels.fp8_product import triton as fp8
+from jpaged.pallas_kernels.fp8_product.operands import Operands as Fp8Operands
+from jpaged.pallas_kernels.fp8_product.operands import Options as Fp8Options
+from jpaged.pallas_kernels.int8_product.operands import Operands, Options
+
+
+def unsupported(x: jax.Array, w: jax.Array, scale: jax.Array, group: int | None, activations: str) -> str | None:
+    """Why the kernel cannot take these (checked) arguments; None if it can."""
+    if activations != "none":
+        return f"activations={activations!r}; it multiplies with those that are as they were"
+    return fp8.unsupported(x, w, scale, group, activations)
+
+
+def worthwhile(x: jax.Array, w: jax.Array, scale: jax.Array, group: int | None, activations: str) -> bool:
+    """As of weights alone in FP8, which are as many bytes and are widened at about the same cost."""
+    return fp8.worthwhile(x, w, scale, group, activations)
+
+
+def int8_product(operands: Operands, options: Options, config: fp8.Config | None = None) -> jax.Array:
+    """`int8_product` of the package, checked. config: to try others than the table's."""
+    x, w, scale, _ = operands
+    alone = Fp8Options(options.group, "none", None, options.dtype)
+    return fp8.fp8_product(Fp8Operands(x, w, scale, None), alone, config)
