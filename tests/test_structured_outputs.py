@@ -172,11 +172,11 @@ def test_an_engine_that_nobody_has_any_more_is_freed_at_once(llm):
     own.add_request("0", PROMPT, sampling(Structured(choice=["a", "b"]), max_tokens=9))
     while own.has_unfinished_requests():
         own.step()
-    gone = weakref.ref(own)
+    gone = weakref.ref(own), weakref.ref(own.tokenizer)
     gc.disable()
     try:
         del own
-        assert gone() is None
+        assert [one() for one in gone] == [None, None]
     finally:
         gc.enable()
 

@@ -71,7 +71,7 @@ class CacheGroup:
 
 
 class TableRoom(NamedTuple):
-    """What there is room for of constraints that the device follows by tables (`TablePart`).
+    """What the device has room for, of all constraints together that it follows by tables (`TablePart`).
 
     tables: constraints. states: of their automata; each has a place. masks: with a bit for every token. entries: next
     states, by state and class of tokens.
@@ -84,17 +84,26 @@ class TableRoom(NamedTuple):
 
 
 TABLE_ROOM = TableRoom(tables=64, states=3 << 13, masks=3 << 10, entries=3 << 22)
-"""On the device, for all constraints together. 103 MB with a vocabulary of 152,000 tokens: as much as three of the
-largest tables take."""
-PART_ROOM = TableRoom(tables=1, states=1 << 10, masks=1 << 4, entries=1 << 16)
-"""In a `TablePart`."""
+"""103 MB with a vocabulary of 152,000 tokens: as much as three of the largest tables take."""
+
+
+class PartRoom(NamedTuple):
+    """The most of each in a `TablePart`."""
+
+    states: int
+    masks: int
+    entries: int
+
+
+PART_ROOM = PartRoom(states=1 << 10, masks=1 << 4, entries=1 << 16)
+"""574 KB with a vocabulary of 152,000 tokens."""
 NO_PLACE = 0
 """The place of a slot that follows no table. Its mask, number 0, allows all tokens, and all lead back to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TablePart:
-    """Some of a constraint as a finite automaton over tokens, for the device, which follows it without the host.
+    """A part of a constraint's table: a finite automaton over tokens, which the device follows without the host.
 
     The tables on the device lie in common arrays of places, masks and entries (`TableRoom`). State s of this one is
     place first_place + s. No other table that a slot follows overlaps it. A part has at most `PART_ROOM` of each.

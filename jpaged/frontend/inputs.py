@@ -84,12 +84,10 @@ class InputProcessor:
         self.embeddings = embeddings or EmbeddingConfig()
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._eos_token_ids = tuple(eos_token_ids)
+        self._eos_token_ids = ends = tuple(eos_token_ids)
         self._grammars: GrammarCheck | None = None
         if tokenizer is not None:
-            self._grammars = GrammarCheck(
-                lambda: GrammarTokenizer.of(tokenizer, vocab_size, self._eos_token_ids), vocab_size
-            )
+            self._grammars = GrammarCheck(lambda: GrammarTokenizer.of(tokenizer, vocab_size, ends), vocab_size)
 
     def prepare_structured_outputs(self) -> None:
         """Starts what the first constrained request would wait for, in the background."""

@@ -11,10 +11,12 @@ are moved past their tokens there. What ends those, too, while it is taken up, f
 
 import select
 import threading
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 
@@ -263,7 +265,8 @@ class GrammarCompiler:
         shard, compiled = answer
         if compiled.error:
             raise (InvalidParameterError if compiled.is_refused else JPagedError)(compiled.error)
-        return CompiledGrammar(process, number, shard, compiled, params, self._put)
+        # Not by a method: what is compiled would keep this object, which keeps it.
+        return CompiledGrammar(process, number, shard, compiled, params, partial(_grow_in, weakref.ref(self)))
 
     def _started(self) -> Processes:
         """The processes, which are started if there are none. Raises JPagedError once this is closed."""
@@ -287,6 +290,13 @@ class GrammarCompiler:
     def _try_to_start(self) -> None:
         with suppress(Exception):  # the first constraint is told
             self._started()
+
+
+def _grow_in(compiler: "weakref.ref[GrammarCompiler]", grammar: CompiledGrammar) -> None:
+    """Has a thread of the compiler, if it is still there, compile a constraint in one more shard."""
+    found = compiler()
+    if found is not None:
+        found._put(grammar)
 
 
 def _ask(shard: Shard, message: object, answer: Answer) -> None:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MOST_STATES = 8_192
-"""Those of forced tokens included. The schema of `jpaged/bench/structured.py` has 4,391: 14 for each character that a
-string may have (between its bytes, or within its escapes), and 33 for each white space."""
+"""Those of forced tokens included; their numbers are int16. The schema of `jpaged/bench/structured.py` has 4,391: 14
+for each character that a string may have (between its bytes, or within its escapes), and 33 for each white space."""
 _MOST_ARRIVALS = 8_192
 """So many tokens in all, drawn at random, lead to states that are compared with llguidance, or two to each state if
 those are more. To try all tokens from all states would take minutes; small tables have no more than this anyway."""

@@ -164,7 +164,7 @@ class FakeTables:
 
     def write(self, part: TablePart) -> None:
         sizes = len(part.mask_of), len(part.masks), len(part.entries)
-        assert all(size <= room for size, room in zip(sizes, PART_ROOM[1:], strict=True))
+        assert all(size <= room for size, room in zip(sizes, PART_ROOM, strict=True))
         if part.classes is not None:
             self._tables[part.number] = part.first_place, part.classes
         self._masks.update(enumerate(part.masks, part.masks_at))

@@ -119,11 +119,11 @@ class DependentRows(ABC):
         """
         return True
 
-    def hand_over(self, request: Request, are_others: bool) -> bool:
+    def hand_over(self, request: Request, others_run: bool) -> bool:
         """Makes a request that is about to get a slot an ordinary one, whose rows wait for nothing, if the device can
         do for it what this kind does. Returns whether it is one now.
 
-        are_others: some ran before the plan that is being made, and wait for whatever it brings.
+        others_run: some ran before the plan that is being made, and wait for all that it brings.
         """
         return False
 
@@ -274,10 +274,10 @@ class Dependents:
         kind = self._kind_of.get(request.request_id)
         return kind is None or kind.may_queue(request)
 
-    def hand_over(self, request: Request, are_others: bool) -> None:
+    def hand_over(self, request: Request, others_run: bool) -> None:
         """As `DependentRows.hand_over`."""
         kind = self._kind_of.get(request.request_id)
-        if kind is not None and kind.hand_over(request, are_others):
+        if kind is not None and kind.hand_over(request, others_run):
             self.forget(request)
 
     def collect(self) -> list[Confirmed]:

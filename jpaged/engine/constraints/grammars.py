@@ -4,7 +4,7 @@
     take          tokens -> maker      the host's cores make the masks, while other rows' steps run
     collect       guesses are checked  those that hold are stored and reported
     prepare       masks have come      rows are ready; what the grammar forces is appended, and computed as a chunk
-    contribute    masks that changed -> plan
+    contribute    masks that changed, parts of tables -> plan
 
 A sequence's guide says, after each token, which tokens may follow (a mask of bits), and which must: where there is only
 one way to go on, its tokens need no step each. They become known tokens, which the next step computes together with the
@@ -51,8 +51,8 @@ _RUNNING = int(FinishCode.RUNNING)
 _NO_SLOTS = np.zeros((0,), np.int64)
 _WAIT_S = 0.0002
 """The longest wait for a mask or a grammar before the engine looks for new requests."""
-_PARTS_OF_PLAN = 4
-"""Parts of tables beside which others run: 2 MB, with a vocabulary of 152,000 tokens."""
+_PARTS_PER_PLAN = 4
+"""Parts of tables sent with each step while others run: 2.3 MB, with a vocabulary of 152,000 tokens."""
 
 
 class ConstrainedRows(DependentRows):
@@ -126,9 +126,9 @@ class ConstrainedRows(DependentRows):
         self._compiled[request.request_id] = future.result()
         return True
 
-    def hand_over(self, request: Request, are_others: bool) -> bool:
+    def hand_over(self, request: Request, others_run: bool) -> bool:
         """Has the device follow the request's grammar by its table, if that is there, there is room for it, and the
-        host has not begun to follow the grammar. Not if others would have to wait until the device has all parts of it.
+        host has not begun to follow the grammar. While others run, only if the device has the whole table.
         """
         table, sampling = self._compiled[request.request_id].table, request.sampling
         if table is None or sampling.ignore_eos or sampling.min_tokens:  # a table allows ends that these forbid
@@ -139,7 +139,7 @@ class ConstrainedRows(DependentRows):
         if any(table.follow(table.start, member.output_token_ids) < 0 for member in members):
             return False
         placed = self._tables.place(table)
-        if placed is None or (are_others and not placed.is_sent):
+        if placed is None or (others_run and not placed.is_sent):
             return False
         placed.hold()
         for member in members:
@@ -318,7 +318,7 @@ class ConstrainedRows(DependentRows):
         """Adds the masks that the device does not have yet, of the rows that sample in this plan, what it computes
         ahead, and parts of tables.
         """
-        plan.table_parts += self._tables.take_parts(_PARTS_OF_PLAN)
+        plan.table_parts += self._tables.take_parts(_PARTS_PER_PLAN)
         rows, self._planned = self._planned, self._planned[:0]
         ahead, is_further, device = self._ahead, self._ahead.is_further, self._device
         own = [chunk for chunk in plan.chunks if self._by_slot[chunk.slot] is not None]

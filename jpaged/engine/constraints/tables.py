@@ -68,7 +68,7 @@ class PlacedTable:
 
     def _part(self, i: int) -> TablePart:
         (number, _), *firsts = self.spans
-        table, rooms = self.table, PART_ROOM[1:]
+        table, rooms = self.table, PART_ROOM
         states, masks, entries = (slice(i * room, (i + 1) * room) for room in rooms)
         places_at, masks_at, entries_at = (first + i * room for (first, _), room in zip(firsts, rooms, strict=True))
         first_place, first_mask, first_entry = (first for first, _ in firsts)

@@ -26,7 +26,7 @@ class WaitingRequests(SchedulerPart):
 
     def admit(self, plan: PlanInProgress) -> None:
         """Admits requests while the step has budget, slots are free and the next one in policy order fits."""
-        are_others = self._slots.num_used > 0
+        others_run = self._slots.num_used > 0
         while plan.budget and self._slots.num_free:
             request = self._waiting.peek()
             if request is None:
@@ -37,7 +37,7 @@ class WaitingRequests(SchedulerPart):
             if state == self._did_not_fit:
                 return
             # Only now: it may have waited until what it needs for that was there.
-            self._dependents.hand_over(request, are_others)
+            self._dependents.hand_over(request, others_run)
             admitted = self._admission.admit(plan, request)
             if not admitted and request.swap is not None and not self._slots.num_used:
                 self._give_up_swap(request, request.swap)

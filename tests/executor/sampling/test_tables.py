@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from jpaged.engine.constraints.tables import Tables
-from jpaged.engine.interface import NO_PLACE, TableRoom
+from jpaged.engine.interface import NO_PLACE, PartRoom, TableRoom
 from jpaged.executor.sampling.tables import init_tables, masks_at, next_places
 from jpaged.executor.step.packing import PackedLayout
 from jpaged.executor.step.tables import fields, fill, write_part
@@ -12,7 +12,7 @@ from tests.engine.fake_executor import VOCAB_SIZE
 from tests.engine.test_tables import Table
 
 ROOM = TableRoom(tables=4, states=64, masks=40, entries=400)
-PART_ROOM = TableRoom(tables=1, states=4, masks=3, entries=16)
+PART_ROOM = PartRoom(states=4, masks=3, entries=16)
 
 
 def test_tables_arrive_in_parts_and_lead_where_they_say(monkeypatch):
