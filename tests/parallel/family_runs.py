@@ -52,7 +52,6 @@ UNSPLIT_YET = {"codestral-mamba-style", "falcon-h1"}
 """Models that are split with `ALL_DEGREES` alone: another one has their blocks, and is split."""
 
 ONE_AND_FOUR = {"smollm3", "starcoder2", "gptj", "bloom", "ernie4.5-moe", "trinity-style", "olmo2", "lfm2-1.2b-style"}
-ONE_AND_FOUR |= {"gemma3n-e4b-style", "mimo-v2-flash-style"}
 """Models that run on one device and on four: those of their file that have no unsplit one beside them."""
 
 TWO = {"qwen3-next", "deepseek-v3", "falcon-7b-style", "gpt-oss-20b-style", "nemotron3-super-style"}
