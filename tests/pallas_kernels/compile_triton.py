@@ -50,6 +50,7 @@ def attention() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     cases += [(128, jnp.float16, 32, 64, plain), (80, jnp.float16, 7, 128, every), (256, jnp.bfloat16, 7, 16, every)]
     for head_dim, dtype, share, block_size, options in cases:
         yield from attention_of("", dtype, dtype, head_dim, share, block_size, options)
+    yield from attention_of("", jnp.bfloat16, jnp.bfloat16, 192, 16, 16, {"sliding_window": 129, "sinks": jnp.ones(32)})
     for head_dim, share, block_size, options in ((64, 8, 16, plain), (128, 4, 16, plain), (128, 32, 16, plain)):
         yield from attention_of(" over e4m3", jnp.bfloat16, jnp.float8_e4m3fn, head_dim, share, block_size, options)
     for head_dim in (256, 512):
@@ -185,6 +186,10 @@ def routing() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
         yield f"route_tokens {tokens} x {experts}, {choice.score}", op, arguments
 
 
+WIDE = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
+"""The types of weights in 8 bits."""
+
+
 def few_bits_of_experts() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     """The grouped products in few bits of Qwen3-30B-A3B, every height of a tile and form of weights."""
     for rows, form, group, dtype, zeros in (
@@ -194,6 +199,8 @@ def few_bits_of_experts() -> Iterator[tuple[str, Callable[..., Any], dict[str, A
         (65_536, "fp8", None, jnp.bfloat16, False),
         (8, "fp8", 128, jnp.bfloat16, False),
         (65_536, "fp8", 128, jnp.bfloat16, False),
+        (8, "int8", None, jnp.bfloat16, False),
+        (8192, "int8", 32, jnp.float16, False),
         (8, "int4", 128, jnp.bfloat16, True),
         (4096, "int4", 64, jnp.bfloat16, False),
         (8192, "int4", 128, jnp.float16, True),
@@ -205,10 +212,10 @@ def few_bits_of_experts() -> Iterator[tuple[str, Callable[..., Any], dict[str, A
         (8192, "nvfp4", 16, jnp.bfloat16, False),
     ):
         for outputs, depth, activation in ((1536, 2048, "silu"), (2048, 768, None)):
-            shape = (128, outputs, depth if form == "fp8" else depth // 2)
+            shape = (128, outputs, depth if form in WIDE else depth // 2)
             scales = (128, outputs, 1 if group is None else depth // group)
             arguments: dict[str, Any] = {"x": Shape((rows, depth), dtype), "group_sizes": ids(128)}
-            arguments |= {"w": Shape(shape, jnp.float8_e4m3fn if form == "fp8" else jnp.uint8)}
+            arguments |= {"w": Shape(shape, WIDE.get(form, jnp.uint8))}
             kinds = {"mxfp4": jnp.uint8, "nvfp4": jnp.float8_e4m3fn}
             arguments |= {"scale": Shape(scales, kinds.get(form, jnp.float32))}
             arguments |= {"outer": Shape(scales[:2], jnp.float32) if form == "nvfp4" else None}
@@ -271,10 +278,14 @@ def fp8() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
 
 
 def int8() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
-    """The product with 8-bit integers, which is that of FP8 weights alone, where it has the most registers in use."""
-    arguments = {"x": Shape((512, 4096), jnp.bfloat16), "w": Shape((4096, 4096), jnp.int8)}
-    arguments |= {"scale": Shape((4096, 32), jnp.float32)}
-    yield "int8_product 512 in groups of 128", partial(ops.int8_product, group=128), arguments
+    """The product with 8-bit integers, which is that of FP8 weights alone: few rows, and where it has the most registers
+    in use."""
+    for rows, groups, dtype in ((8, 1, jnp.float16), (512, 1, jnp.bfloat16), (512, 32, jnp.bfloat16)):
+        arguments = {"x": Shape((rows, 4096), dtype), "w": Shape((4096, 4096), jnp.int8)}
+        arguments |= {"scale": Shape((4096, groups), jnp.float32)}
+        group = None if groups == 1 else 4096 // groups
+        name = f"int8_product {rows} of {jnp.dtype(dtype)}, {groups} groups"
+        yield name, partial(ops.int8_product, group=group), arguments
 
 
 def sums(rows: int, width: int, dtype: Any) -> ops.Sums:

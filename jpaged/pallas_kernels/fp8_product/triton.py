@@ -92,10 +92,10 @@ def worthwhile(x: jax.Array, w: jax.Array, scale: jax.Array, group: int | None, 
     del w, group
     if scale.shape[1] == 1:
         return not _rounds(activations) and x.shape[0] <= _MOST_ROWS
-    return _rounds(activations) or x.shape[0] <= _MOST_WIDE_ROWS
+    return _rounds(activations) or x.shape[0] <= MOST_WIDENED_ROWS
 
 
-_MOST_ROWS, _MOST_WIDE_ROWS = 64, 512
+_MOST_ROWS, MOST_WIDENED_ROWS = 64, 512
 """Estimated, not measured."""
 
 

@@ -17,8 +17,10 @@ def unsupported(x: jax.Array, w: jax.Array, scale: jax.Array, group: int | None,
 
 
 def worthwhile(x: jax.Array, w: jax.Array, scale: jax.Array, group: int | None, activations: str) -> bool:
-    """As of weights alone in FP8, which are as many bytes and are widened at about the same cost."""
-    return fp8.worthwhile(x, w, scale, group, activations)
+    """Until widening weights once for all rows costs less than for each tile of them: XLA writes the widened weights to
+    memory, in each step (with a scale an output, too, where it widens FP8 as it reads)."""
+    del w, scale, group, activations
+    return x.shape[0] <= fp8.MOST_WIDENED_ROWS
 
 
 def int8_product(operands: Operands, options: Options, config: fp8.Config | None = None) -> jax.Array:

@@ -82,13 +82,13 @@ def unsupported(x: jax.Array, w: jax.Array, scale: jax.Array, form: str, group: 
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {x.dtype} is not bfloat16 or float16"
     wide = form in EIGHT_BITS
-    taken = _WIDE_GROUPS if wide else _INT4_GROUPS if form != "nvfp4" else (NV_GROUP,)
+    taken = _FP8_GROUPS if form == "fp8" else _GROUPS if form != "nvfp4" else (NV_GROUP,)
     if (not wide or scale.shape[2] > 1) and group not in taken:
         return f"groups of {group}; it takes {', '.join(map(str, taken))}{', or one' if wide else ''}"
     return None
 
 
-_WIDE_GROUPS, _INT4_GROUPS = (64, 128), (32, 64, 128)
+_FP8_GROUPS, _GROUPS = (64, 128), (32, 64, 128)
 
 
 @partial(jax.jit, static_argnames=("options", "config"))

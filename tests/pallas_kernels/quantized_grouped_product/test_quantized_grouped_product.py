@@ -41,7 +41,7 @@ CASES = [
     Case("fp8", None, 72, 40),
     Case("fp8", 128, 160, 72),
     Case("int8", None, 72, 40),
-    Case("int8", 64, 96, 40),
+    Case("int8", 32, 96, 40),
     Case("int4", 32, 96, 40),
     Case("int4", 64, 128, 72, zeros=True),
     Case("mxfp4", 32, 96, 40),
