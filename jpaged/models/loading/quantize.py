@@ -152,7 +152,8 @@ class _Plan:
         """Has 4-bit tensors rounded by GPTQ, layer by layer, in which order all tensors are then written; and has keys
         and values looked at."""
         model = build(ModelConfig.from_directory(self._directory))
-        if any(source is not None for source in model.config.layer_sources) or getattr(model.config, "input_size", 0):
+        shares = any(source is not None for source in model.config.layer_sources)
+        if shares or getattr(model.config, "input_size", False):
             raise UnsupportedModelError(
                 f"{model.config.architecture}: layers that read others' keys and values, or inputs of their own, are"
                 " not supported with calibration; leave it out."
