@@ -40,7 +40,15 @@ from jpaged.models.config_reader import ConfigReader, divide_into_heads
 from jpaged.models.delta_net import GatedDeltaNet, delta_net_pieces
 from jpaged.models.dense import dense_causal_attend
 from jpaged.models.experts import ClampedSwiGLU, Routing, SparseConfig, SparseMLP, feed_forward, sigmoid_routing
-from jpaged.models.family import OTHER_PARTS, TEXT_PART_NAMES, Attend, CausalLM, Family, unread_keys_and_values
+from jpaged.models.family import (
+    OTHER_PARTS,
+    SIGHT_AND_SOUND,
+    TEXT_PART_NAMES,
+    Attend,
+    CausalLM,
+    Family,
+    unread_keys_and_values,
+)
 from jpaged.models.latent import LatentAttention, LatentConfig
 from jpaged.models.layer_inputs import LayerInput, LayerInputs, layer_input_pieces, layer_inputs_pieces
 from jpaged.models.layers import MLP, Attention, GatedMLP, TopGatesMLP, run_layers
@@ -81,6 +89,7 @@ __all__ = [
     "OTHER_PARTS",
     "PLAIN_MAMBA",
     "PLAIN_XLA",
+    "SIGHT_AND_SOUND",
     "TEXT_PART_NAMES",
     "About",
     "AltUp",

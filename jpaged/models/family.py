@@ -27,11 +27,11 @@ TEXT_PART_NAMES = (
 )
 """`aliases` of a family whose models may be the text part of a multimodal checkpoint."""
 
-OTHER_PARTS = (
-    r"^(model\.)?(vision_tower|vision_embedder|multi_modal_projector|mm_projector|audio_tower|embed_vision"
-    r"|embed_audio)\."
-)
+OTHER_PARTS = r"^(model\.)?(vision_tower|multi_modal_projector|mm_projector)\."
 """The other parts of such a checkpoint, for `derived_tensors`."""
+
+SIGHT_AND_SOUND = r"^(model\.)?(vision_tower|vision_embedder|audio_tower|embed_vision|embed_audio)\."
+"""Likewise of Gemma 3n and 4."""
 
 
 def unread_keys_and_values(layer_sources: Sequence[int | None]) -> str:

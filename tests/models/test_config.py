@@ -290,6 +290,14 @@ def test_gemma_4s_layers_have_the_heads_and_the_sources_of_their_type() -> None:
     assert [split.of_layer(layer).kv_head_copies for layer in (0, 2)] == [1, 2]
 
 
+def test_a_gemma_3n_passes_over_what_its_published_checkpoints_have_besides() -> None:
+    passed_over = models.build(ModelConfig.from_dict(tiny_model("gemma3n-e4b-style").config)).derived_tensors
+    assert re.search(passed_over, "model.audio_tower.conformer.0.norm.weight")
+    assert re.search(passed_over, "model.language_model.layers.2.self_attn.k_norm.weight")
+    assert not re.search(passed_over, "model.language_model.layers.1.self_attn.k_norm.weight")
+    assert not re.search(passed_over, "model.language_model.layers.1.altup.correct_output_scale")
+
+
 def test_layers_of_mimo_are_read_as_they_are_published_too() -> None:
     config = tiny_model("mimo-v2-flash-style").config
     said = {"hybrid_layer_pattern": [0, 1, 0], "moe_layer_freq": [0, 1, 1], "sliding_window_size": 11}

@@ -28,7 +28,7 @@ from jpaged.models.blocks import Decoder, DecoderConfig, Places, Scales, Sequent
 from jpaged.models.collectives import Collectives
 from jpaged.models.config import inner_columns
 from jpaged.models.config_reader import ConfigReader
-from jpaged.models.family import OTHER_PARTS, TEXT_PART_NAMES, Attend, unread_keys_and_values
+from jpaged.models.family import SIGHT_AND_SOUND, TEXT_PART_NAMES, Attend, unread_keys_and_values
 from jpaged.models.layer_inputs import LayerInput, layer_input_pieces, layer_inputs_pieces
 from jpaged.models.layers import Attention, GatedMLP, TopGatesMLP
 from jpaged.models.linear import Linear, times
@@ -137,7 +137,7 @@ class Gemma3nFamily:
     model_type = "gemma3n_text"
     other_types = ("gemma3n",)
     base_prefix = "model."
-    derived_tensors = OTHER_PARTS
+    derived_tensors = SIGHT_AND_SOUND
     aliases = TEXT_PART_NAMES
 
     def passed_over(self, config: Gemma3nConfig) -> str:

@@ -24,7 +24,7 @@ from jpaged.models.collectives import Collectives
 from jpaged.models.config import KVHeads
 from jpaged.models.config_reader import ConfigReader
 from jpaged.models.experts import Routing, SparseConfig, SparseMLP
-from jpaged.models.family import OTHER_PARTS, TEXT_PART_NAMES, Attend, unread_keys_and_values
+from jpaged.models.family import SIGHT_AND_SOUND, TEXT_PART_NAMES, Attend, unread_keys_and_values
 from jpaged.models.layer_inputs import LayerInput, layer_input_pieces, layer_inputs_pieces
 from jpaged.models.layers import Attention, GatedMLP
 from jpaged.models.loading import pieces
@@ -128,7 +128,7 @@ class Gemma4Family:
     other_types: tuple[str, ...]
 
     base_prefix = "model."
-    derived_tensors = rf"rotary_emb\.\w*inv_freq$|{OTHER_PARTS}"
+    derived_tensors = rf"rotary_emb\.\w*inv_freq$|{SIGHT_AND_SOUND}"
     aliases = TEXT_PART_NAMES
 
     def passed_over(self, config: Gemma4Config) -> str:
