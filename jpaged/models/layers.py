@@ -94,7 +94,7 @@ class Attention(Reader):
     keys_are_values: keys and values are one projection, qkv [hidden, kv_heads, group + 1, head_dim] (Gemma 4).
     narrow_values: values have so many columns, fewer than keys, and a product of their own, [hidden, kv_heads, 1,
         narrow_values]; `Attend` and the cache get them with zeros behind, as wide as keys (MiMo). Without a norm.
-    value_scale: multiplies values then.
+    value_scale: multiplies such values.
     scale: multiplies the product of query and key; head_dim ** -0.5 if None.
     logit_softcap: scores become cap * tanh(score / cap) (Gemma 2).
     alibi_slopes: of all heads of all shards; the score loses slope times distance (Press et al. 2021,
@@ -125,6 +125,10 @@ class Attention(Reader):
         value_scale: float = 1.0,
         collectives: Collectives = ALONE,
     ) -> None:
+        if narrow_values is not None and (keys_are_values or clip is not None):
+            raise ValueError("narrow_values goes neither with keys_are_values nor with clip")
+        if narrow_values is None and value_scale != 1.0:
+            raise ValueError("value_scale goes with narrow_values alone")
         config = config.of_layer(layer)
         hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
         self.logit_softcap, self.alibi_slopes, self.clip = logit_softcap, alibi_slopes, clip

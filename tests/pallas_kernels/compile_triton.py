@@ -278,8 +278,7 @@ def fp8() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
 
 
 def int8() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
-    """The product with 8-bit integers, which is that of FP8 weights alone: few rows, and where it has the most registers
-    in use."""
+    """The product with 8-bit integers, which is that of FP8 weights alone: few rows, and the most registers."""
     for rows, groups, dtype in ((8, 1, jnp.float16), (512, 1, jnp.bfloat16), (512, 32, jnp.bfloat16)):
         arguments = {"x": Shape((rows, 4096), dtype), "w": Shape((4096, 4096), jnp.int8)}
         arguments |= {"scale": Shape((4096, groups), jnp.float32)}

@@ -226,7 +226,7 @@ class WeightUpdater:
         if scheme is not None and not scheme.online:
             raise InvalidParameterError(
                 f"update_weights is not supported for a checkpoint in {scheme.name}; start the engine with the model"
-                ' that is not quantized (quantization="fp8" rounds its weights, and those that come later).'
+                ' that is not quantized (quantization="fp8" or "int8" rounds its weights, and those that come later).'
             )
 
     def apply(self, weights: Sequence[jax.Array], update: Update) -> Weights:

@@ -75,8 +75,8 @@ def quantize_checkpoint(
             `out` already.
         ModelNotFoundError: there is no such model.
         UnsupportedModelError: it is quantized, has all experts of a layer in one tensor, stores its weights
-            transposed (GPT-2), has layers whose sizes the scheme cannot store, or experts or Mamba-2 layers and is to
-            be calibrated.
+            transposed (GPT-2), has layers whose sizes the scheme cannot store, or is to be calibrated and has layers
+            that read others' keys and values or inputs of their own, or, for "int4", experts or Mamba-2 layers.
         CheckpointError: a tensor is missing, damaged or not finite.
         OutputError: `out` cannot be written, for want of space for example.
     What was begun is removed when anything fails.
@@ -217,12 +217,12 @@ class _Plan:
             if is_fused(piece, layout):
                 raise UnsupportedModelError(
                     f"{stored} has all experts of a layer in one tensor, and such cannot be quantized here; serve the"
-                    ' checkpoint with quantization="fp8" instead.'
+                    ' checkpoint with quantization="fp8" or "int8" instead.'
                 )
             if is_transposed(piece, layout):
                 raise UnsupportedModelError(
                     f"{stored} is stored transposed by a {model.config.architecture}, whose checkpoints cannot be"
-                    ' quantized; serve it with quantization="fp8" instead.'
+                    ' quantized; serve it with quantization="fp8" or "int8" instead.'
                 )
             layer = stored_layer(piece, layout)
             if misfit := self._recipe.misfit(layer):
@@ -253,7 +253,7 @@ class _Plan:
         if others:
             raise UnsupportedModelError(
                 f"{model.config.architecture}: {min(others)} is stored together with what is not quantized, so such"
-                ' checkpoints cannot be quantized; serve it with quantization="fp8" instead.'
+                ' checkpoints cannot be quantized; serve it with quantization="fp8" or "int8" instead.'
             )
 
     def _entries(self, tensor: StoredTensor) -> dict[str, NewTensor]:

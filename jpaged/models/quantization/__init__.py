@@ -130,7 +130,7 @@ def _covers(scheme: Scheme, layout: LinearLayout, name: str, pieces: list[Piece]
         if is_fused(piece, layout) and not scheme.online and not readable:
             raise UnsupportedModelError(
                 f"{layer.name} has all experts in one tensor, which is not supported in {scheme.name}; use a checkpoint"
-                ' that is not quantized (quantization="fp8" quantizes it here).'
+                ' that is not quantized (quantization="fp8" or "int8" quantizes it here).'
             )
         if not scheme.separate_experts and not is_fused(piece, layout):
             raise UnsupportedModelError(

@@ -11,7 +11,7 @@ order.
     GPTQ                 (q - (zero + 1)) * scale, with zero as stored; "gptq_v2" stores what is subtracted
     compressed-tensors   values and zero points are signed, and stored 8 (of 8 bits 128) larger
 
-Of 8 bits zero points are not supported: q less one takes 9. GPTQ stores them anyway, and then all must be 128.
+Zero points with 8 bits are not supported: q - zero needs 9 bits. GPTQ stores them anyway, and then all must be 128.
 
 Sources: AutoAWQ's `awq/utils/packing_utils.py`, AutoGPTQ's `qlinear_cuda_old.py`, compressed-tensors'
 `compressors/quantized_compressors/pack_quantized.py`.
@@ -200,6 +200,7 @@ def _unpack(words: np.ndarray, axis: int, places: Sequence[int]) -> np.ndarray:
 def kind_of(bits: int, size: int, *, zero_points: bool, act_order: bool = False) -> Int4 | Int8:
     """What layers keep of a checkpoint with groups of so many inputs, or -1 for all; of 8 bits without zero points."""
     if bits == 8:
+        assert not zero_points
         return Int8(group=None if size == -1 else size, act_order=act_order)
     return Int4(_WHOLE_ROW_GROUP if size == -1 else size, zero_points, act_order)
 
@@ -223,7 +224,7 @@ def read_gptq(config: Entries) -> Scheme:
     offset = 0 if config.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq_v2" else 1
     size = _group_size(config)
     act_order = config.one_of("desc_act", (True, False), False) and size != -1
-    kind = kind_of(bits, size, zero_points=True, act_order=act_order)
+    kind = kind_of(bits, size, zero_points=bits == 4, act_order=act_order)
     modules = Modules(ignored=(*config.names("modules_to_not_convert"), *_left_out(config)))
     name = "GPTQ" if bits == 4 else "GPTQ in 8 bits"
     return Gptq(name=name, kind=kind, modules=modules, whole_rows=size == -1, offset=offset)

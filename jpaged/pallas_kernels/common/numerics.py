@@ -15,7 +15,7 @@ zeros of small ones, and zero divided by such a scale is NaN."""
 
 LEAST_LARGEST = FP8_MAX * LEAST_SCALE
 """Rows whose largest magnitude is below this are rounded to zeros, with a scale of 1. Triton's kernels spell it out.
-Integers of 8 bits, whose limit would be lower, have the same."""
+int8 takes the same limit, though its own would be lower."""
 
 
 def precision_of(dtype: jnp.dtype) -> lax.Precision | None:

@@ -59,6 +59,8 @@ def fp8_product(
     """
     check.check_floats("x", x, "M, K")
     check.check_array("w", w, jnp.float8_e4m3fn, "N, K", (None, x.shape[1]))
+    if group is not None and group < 1:
+        raise ValueError(f"group must be at least 1, got {group}")
     groups = 1 if group is None else -(-x.shape[1] // group)
     check.check_array("scale", scale, jnp.float32, "N, G", (w.shape[0], groups))
     if activations not in get_args(Activations):

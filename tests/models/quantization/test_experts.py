@@ -78,11 +78,13 @@ def test_experts_are_those_of_the_published_layout_to_the_bit_and_stay_small(lay
         assert greedy(*ours) == greedy(model, weights)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt-oss-20b-style"])
-def test_online_each_output_of_each_expert_has_a_scale(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "quantization"), [("mixtral", "fp8"), ("gpt-oss-20b-style", "fp8"), ("gpt-oss-20b-style", "int8")]
+)
+def test_online_each_output_of_each_expert_has_a_scale(name, quantization, tmp_path):
     """gpt-oss has all experts in one tensor, inputs before outputs, and gate and up in turns."""
     directory = write_tiny_model(tiny_model(name), tmp_path / name, use_torch=False)
-    model, weights = load(directory, "fp8")
+    model, weights = load(directory, quantization)
     plain_model, plain_weights = load(directory)
     found = dequantized(model, weights)
     assert len(experts_of(model)) == 2 * model.config.num_layers
@@ -94,7 +96,8 @@ def test_online_each_output_of_each_expert_has_a_scale(name, tmp_path):
         largest = np.abs(expected).max(axis=axes, keepdims=True)
         np.testing.assert_allclose(np.abs(found[parameter]).max(axis=axes, keepdims=True), largest, rtol=1e-6)
         error = np.abs(found[parameter] - expected)
-        assert np.all(error <= np.maximum(np.abs(expected) / 16, largest / 448 / 1024) * 1.001), parameter
+        half = largest / 127 / 2 if quantization == "int8" else np.maximum(np.abs(expected) / 16, largest / 448 / 1024)
+        assert np.all(error <= half * 1.001), parameter
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b-style", "mixtral"])
