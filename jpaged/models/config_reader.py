@@ -52,6 +52,10 @@ class ConfigReader:
         """This one with values of entries that config.json leaves out; what it sets to null stays null."""
         return self.with_entries(**{name: value for name, value in entries.items() if name not in self.config})
 
+    def with_usual(self, **entries: Any) -> "ConfigReader":
+        """This one with values of entries that config.json leaves out or sets to null."""
+        return self.with_entries(**{name: value for name, value in entries.items() if self.config.get(name) is None})
+
     def with_other_names(self, **others: str) -> "ConfigReader":
         """This one with values of entries that config.json leaves out, by other names that transformers knows for them.
 

@@ -92,8 +92,8 @@ class Attention(Reader):
 
     layer: its number, which picks its window of `config.layer_windows`, and its heads.
     keys_are_values: keys and values are one projection, qkv [hidden, kv_heads, group + 1, head_dim] (Gemma 4).
-    narrow_values: values have so many columns, fewer than keys, and a product of their own, [hidden, kv_heads, 1,
-        narrow_values]; `Attend` and the cache get them with zeros behind, as wide as keys (MiMo). Without a norm.
+    value_dim: values have so many columns, fewer than keys, and a product of their own, [hidden, kv_heads, 1,
+        value_dim]; `Attend` and the cache get them with zeros behind, as wide as keys (MiMo). Without a norm.
     value_scale: multiplies such values.
     scale: multiplies the product of query and key; head_dim ** -0.5 if None.
     logit_softcap: scores become cap * tanh(score / cap) (Gemma 2).
@@ -121,14 +121,14 @@ class Attention(Reader):
         sinks: bool = False,
         gated: bool = False,
         keys_are_values: bool = False,
-        narrow_values: int | None = None,
+        value_dim: int | None = None,
         value_scale: float = 1.0,
         collectives: Collectives = ALONE,
     ) -> None:
-        if narrow_values is not None and (keys_are_values or clip is not None):
-            raise ValueError("narrow_values goes neither with keys_are_values nor with clip")
-        if narrow_values is None and value_scale != 1.0:
-            raise ValueError("value_scale goes with narrow_values alone")
+        if value_dim is not None and (keys_are_values or clip is not None):
+            raise ValueError("value_dim goes neither with keys_are_values nor with clip")
+        if value_dim is None and value_scale != 1.0:
+            raise ValueError("value_scale goes with value_dim alone")
         config = config.of_layer(layer)
         hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
         self.logit_softcap, self.alibi_slopes, self.clip = logit_softcap, alibi_slopes, clip
@@ -137,8 +137,8 @@ class Attention(Reader):
         self.sliding_window = config.layer_windows[layer]
         self.chunked = config.chunked_windows and self.sliding_window is not None
         self.kv_heads, self.group, self.keys_are_values = config.num_kv_heads, config.group_size, keys_are_values
-        self.narrow_values, self.value_scale = narrow_values, value_scale
-        slots = 1 if keys_are_values or narrow_values is not None else 2
+        self.value_dim, self.value_scale = value_dim, value_scale
+        slots = 1 if keys_are_values or value_dim is not None else 2
 
         def first(outputs: tuple[int, ...], kv_slots: int) -> Linear:
             options: dict[str, Any] = {"shard_axis": 1, "bias": qkv_bias, "kv_slots": kv_slots}
@@ -147,12 +147,12 @@ class Attention(Reader):
         keeps = config.layer_sources[layer] is None
         self.qkv = first((self.kv_heads, self.group + slots, dim), slots) if keeps else None
         self.queries = None if keeps else first((heads, dim), 0)
-        self.values = None if narrow_values is None else first((self.kv_heads, 1, narrow_values), 1)
+        self.values = None if value_dim is None else first((self.kv_heads, 1, value_dim), 1)
         # As many as query heads, which are split over shards as they stand.
         self.sinks = parameter(rngs, Constant(0.0), (heads,), dtype, 0) if sinks else None
         of_queries, std = (heads, dim), hidden**-0.5
         self.gate = Linear((hidden,), of_queries, std, dtype, rngs, shard_axis=1, bias=qkv_bias) if gated else None
-        given = dim if narrow_values is None else narrow_values
+        given = dim if value_dim is None else value_dim
         out_std = (heads * given * 2 * config.num_layers) ** -0.5
         self.out = Linear((heads, given), (hidden,), out_std, dtype, rngs, shard_axis=0, bias=output_bias)
 
@@ -202,7 +202,7 @@ class Attention(Reader):
             alibi_slopes=self._own_slopes(),
             **rare,
         )
-        y = y if self.narrow_values is None else y[..., : self.narrow_values]
+        y = y if self.value_dim is None else y[..., : self.value_dim]
         if self.gate is not None:
             y = y * jax.nn.sigmoid(self.gate(x, backend=backend))
         return self.out.partial_sum(y, backend)

@@ -77,12 +77,13 @@ def test_products_of_few_rows_give_what_the_next_kernel_of_a_layer_reads(monkeyp
 
 def test_floors_are_the_bytes_of_experts_touched_and_the_operations_of_their_rows() -> None:
     """Of Qwen3-30B-A3B: one token touches 8 experts of 3 x 2,048 x 768 weights, 8,192 tokens touch all 128."""
-    qwen, (e4m3, int4, mxfp4) = Experts(), experts.FEW_BITS
+    qwen, (e4m3, int8, int4, mxfp4) = Experts(), experts.FEW_BITS
     weights = 3 * 2048 * 768
     outputs = 2 * 768 + 2048
     each = {
         None: 2 * weights,
         e4m3: weights + 4 * outputs,  # a float32 scale for each
+        int8: weights + 4 * outputs,
         int4: weights / 2 + 4 * weights / 128,
         mxfp4: weights / 2 + weights / 32,
     }

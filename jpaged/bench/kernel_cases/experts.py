@@ -16,7 +16,7 @@ from jpaged.models.experts import Routing, mix, route_rows
 from jpaged.models.grouped_linear import PlainProduct
 from jpaged.pallas_kernels.grouped_product.api import tile_height
 from jpaged.pallas_kernels.grouped_product.tiles import RowTiles, plan_tiles
-from jpaged.pallas_kernels.quantized_grouped_product.api import MX_GROUP, Form
+from jpaged.pallas_kernels.quantized_grouped_product.api import EIGHT_BITS, MX_GROUP, Form
 from jpaged.pallas_kernels.route_tokens.rows import WEIGHTS_BEHIND
 
 
@@ -36,12 +36,15 @@ class FewBits:
 
     def matrix_bytes(self, outputs: int, inputs: int) -> int:
         """Of one expert's values and scales."""
-        values = outputs * inputs // (1 if self.form == "fp8" else 2)
+        values = outputs * inputs // (1 if self.form in EIGHT_BITS else 2)
         return values + outputs * self.groups(inputs) * (1 if self.form == "mxfp4" else 4)
 
     def random(self, key: int, experts: int, outputs: int, inputs: int) -> tuple[jax.Array, jax.Array]:
         """Values and scales of all experts; weights deviate by inputs ** -0.5, in MXFP4 by about that."""
         scale_shape, std = (experts, outputs, self.groups(inputs)), inputs**-0.5 / self.std
+        if self.form == "int8":
+            bits = jax.random.bits(jax.random.key(key), (experts, outputs, inputs), jnp.uint8)
+            return jax.lax.bitcast_convert_type(bits, jnp.int8), jnp.full(scale_shape, std, jnp.float32)
         if self.form == "fp8":
             w = (normal(key, (experts, outputs, inputs), jnp.bfloat16) * self.std).astype(jnp.float8_e4m3fn)
             return w, jnp.full(scale_shape, std, jnp.float32)
@@ -53,6 +56,7 @@ class FewBits:
 
 FEW_BITS = (
     FewBits("e4m3", "fp8", None, 64.0),
+    FewBits("int8", "int8", None, 73.9),
     FewBits("int4", "int4", 128, 4.6),
     FewBits("MXFP4", "mxfp4", MX_GROUP, 2.9),
 )

@@ -190,7 +190,7 @@ def _read_v2(read: ConfigReader) -> DeepseekConfig:
 def _read_v3(read: ConfigReader) -> DeepseekConfig:
     read.refuse(("topk_method", "noaux_tc"), ("scoring_func", "sigmoid"))
     usual = {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
-    read = read.with_entries(**{name: value for name, value in usual.items() if read.config.get(name) is None})
+    read = read.with_usual(**usual)
     routing = sigmoid_routing(read, per_token=8, renormalized=True)
     return _config(read, routing, num_experts=256, num_shared=1, expert_size=2048, dense=3, default_length=4096)
 

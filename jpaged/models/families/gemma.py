@@ -151,7 +151,7 @@ def _read_gemma3(read: ConfigReader) -> GemmaConfig:
     if "text_config" in read.config:
         read = read.text_part("Gemma3ForCausalLM")
     usual = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208}
-    read = read.with_entries(**{name: value for name, value in usual.items() if read.config.get(name) is None})
+    read = read.with_usual(**usual)
     whole = {"theta": 1e6, "layers": "full_attention"}
     fields = _fields(read, default_length=131072, rope=whole) | {
         "max_position_embeddings": read.integer("max_position_embeddings", 131072),  # stretched already

@@ -149,7 +149,7 @@ class Gemma3nFamily:
         if "text_config" in read.config:
             read = read.text_part("Gemma3nForCausalLM")
         usual = _USUAL | {"hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 32768}
-        read = read.with_entries(**{name: value for name, value in usual.items() if read.config.get(name) is None})
+        read = read.with_usual(**usual)
         num_layers = read.integer("num_hidden_layers")
         inner_sizes = _inner_sizes(read, num_layers)
         read = read.with_entries(intermediate_size=max(inner_sizes))

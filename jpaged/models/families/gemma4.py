@@ -145,7 +145,7 @@ class Gemma4Family:
         }
         usual |= {"num_attention_heads": 8, "num_key_value_heads": 4, "eos_token_id": 1, "bos_token_id": 2}
         usual |= {"hidden_activation": "gelu_pytorch_tanh", "sliding_window": self.window}
-        read = read.with_entries(**{name: value for name, value in usual.items() if read.config.get(name) is None})
+        read = read.with_usual(**usual)
         if read.config.get("rope_parameters") is None:
             whole = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
             read = read.with_entries(rope_parameters={_SLIDING: {"rope_theta": 1e4}, _FULL: whole})

@@ -58,7 +58,7 @@ class GptOssFamily:
         usual: dict[str, Any] = {"num_key_value_heads": 8, "intermediate_size": 2880, "rms_norm_eps": 1e-5}
         if not (read.config.get("rope_scaling") or read.config.get("rope_parameters")):
             usual["rope_scaling"] = ROPE_SCALING
-        read = read.with_entries(**{name: value for name, value in usual.items() if read.config.get(name) is None})
+        read = read.with_usual(**usual)
         fields = decoder_fields(read, head_dim=64, default_length=131072, rope={"theta": 150000.0})
         num_layers = fields["num_layers"]
         num_experts = read.integer("num_local_experts", read.integer("num_experts", 128))

@@ -50,7 +50,7 @@ class MimoFamily:
 
     def read_config(self, read: ConfigReader) -> MimoConfig:
         read = read.with_other_names(rms_norm_eps="layernorm_epsilon", n_routed_experts="num_local_experts")
-        read = read.with_entries(**{name: value for name, value in _USUAL.items() if read.config.get(name) is None})
+        read = read.with_usual(**_USUAL)
         fraction: dict[str, Any] = {"rotated_fraction": 0.334, "max_model_len": read.max_model_len}
         whole = {"theta": 5e6, "layers": _FULL, "rotated_fraction": 0.334}
         fields = decoder_fields(read, head_dim=192, default_length=131072, rope=whole)
@@ -96,7 +96,7 @@ class MimoFamily:
         norm = partial(RMSNorm, config.hidden_size, config.norm_eps, dtype, rngs)
 
         def block(layer: int) -> SequentialBlock:
-            values: dict[str, Any] = {"narrow_values": config.values, "value_scale": config.value_scale}
+            values: dict[str, Any] = {"value_dim": config.values, "value_scale": config.value_scale}
             sinks, bias = config.sinks[layer], config.bias
             return SequentialBlock(
                 Attention(config, layer, dtype, rngs, qkv_bias=bias, sinks=sinks, **values),
@@ -115,12 +115,12 @@ class MimoFamily:
             theirs, ours, of_layer = f"model.layers.{i}", f"layers.{i}", config.of_layer(i)
             attention = f"{ours}.attention"
             order = config.ropes[config.layer_ropes[i] or 0].column_order
-            options: dict[str, Any] = {"bias": config.bias, "order": order, "narrow_values": config.values}
+            options: dict[str, Any] = {"bias": config.bias, "order": order, "value_dim": config.values}
             yield pieces.norm(f"{theirs}.input_layernorm", f"{ours}.attention_norm", hidden)
             yield from pieces.separate_qkv(f"{theirs}.self_attn", attention, of_layer, **options)
             if config.sinks[i]:
                 yield pieces.as_is(f"{theirs}.self_attn.attention_sink_bias", f"{attention}.sinks", config.num_heads)
-            sizes: dict[str, Any] = {"bias": False, "narrow_values": config.values}
+            sizes: dict[str, Any] = {"bias": False, "value_dim": config.values}
             yield from pieces.output_projection(f"{theirs}.self_attn.o_proj", attention, of_layer, **sizes)
             yield pieces.norm(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm", hidden)
             if config.dense_layers[i]:

@@ -227,21 +227,21 @@ def separate_qkv(
     order: tuple[int, ...] = (),
     gated: bool = False,
     values: bool = True,
-    narrow_values: int | None = None,
+    value_dim: int | None = None,
 ) -> Iterator[Piece]:
     """q_proj, k_proj and v_proj, torch linear layers, into `Attention`'s qkv.
 
     order: of the columns of queries and keys (`Rope.column_order`).
     gated: in q_proj each head's query is followed by its gate, for `Attention`'s gate.
     values: there is a v_proj; False where `keys_are_values`.
-    narrow_values: as of `Attention`, whose values the v_proj then is.
+    value_dim: as of `Attention`, whose values the v_proj then is.
     """
     hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
     for name, split, slot, copies in _qkv_parts(config):
         if name == "v" and not values:
             continue
-        if name == "v" and narrow_values is not None:
-            of_values, narrow = f"{parameter}.values", (*split[:2], narrow_values)
+        if name == "v" and value_dim is not None:
+            of_values, narrow = f"{parameter}.values", (*split[:2], value_dim)
             yield from _projection(f"{prefix}.v_proj", of_values, hidden, narrow, 0, copies, (), bias=bias)
             continue
         tensor, reorder = f"{prefix}.{name}_proj", () if name == "v" else order
@@ -371,11 +371,11 @@ def _projection(
 
 
 def output_projection(
-    prefix: str, parameter: str, config: AttentionShape, *, bias: bool, narrow_values: int | None = None
+    prefix: str, parameter: str, config: AttentionShape, *, bias: bool, value_dim: int | None = None
 ) -> Iterator[Piece]:
-    """The torch linear layer after attention, into `Attention`'s out. narrow_values: as of `Attention`."""
+    """The torch linear layer after attention, into `Attention`'s out. value_dim: as of `Attention`."""
     hidden, heads = config.hidden_size, config.num_heads
-    dim = config.head_dim if narrow_values is None else narrow_values
+    dim = config.head_dim if value_dim is None else value_dim
     yield Piece(f"{prefix}.weight", (hidden, heads * dim), f"{parameter}.out", (hidden, heads, dim), (1, 2, 0))
     if bias:
         yield as_is(f"{prefix}.bias", f"{parameter}.out_bias", hidden)
