@@ -88,8 +88,8 @@ def test_rounding_is_to_the_nearest_and_uses_all_of_the_range():
     ("device", "rows", "group", "activations", "chosen"),
     [
         (Device("gpu", (8, 0)), 8, None, "dynamic", "xla"),
-        (Device("gpu", (8, 0)), 64, None, "none", "triton"),
-        (Device("gpu", (8, 0)), 65, None, "none", "xla"),
+        (Device("gpu", (8, 0)), 512, None, "none", "triton"),
+        (Device("gpu", (8, 0)), 513, None, "none", "xla"),
         (Device("gpu", (9, 0)), 512, 128, "none", "triton"),
         (Device("cpu"), 8, None, "none", "xla"),
     ],
