@@ -8,10 +8,11 @@ models.loading.quantize                                  writes quantized checkp
 scheme.py               what a scheme declares
 layers.py               what quantized layers have in common
 fp8.py                  layers that keep FP8                 fp8_weights.py, compressed_tensors.py   checkpoints
-    int8.py                 layers that keep 8-bit integers      int8_weights.py, packed_weights.py
-    int4.py                 layers that keep 4 bits              packed_weights.py, compressed_tensors.py
-    nvfp4.py                layers that keep NVFP4               compressed_tensors.py, modelopt.py
-    grouped.py              those of experts, in any of these
+int8.py                 layers that keep 8-bit integers      int8_weights.py, packed_weights.py
+int4.py                 layers that keep 4 bits              packed_weights.py, compressed_tensors.py
+nvfp4.py                layers that keep NVFP4               compressed_tensors.py, modelopt.py
+grouped.py              those of experts, in any of these
+row_scales.py           what checkpoints in FP8 and 8-bit integers have in common
 online.py               checkpoints that are not quantized, of which layers are while they are read
 """
 

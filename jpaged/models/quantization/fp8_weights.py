@@ -13,17 +13,16 @@ elsewhere it would save no time.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpaged.models.quantization import row_scales
 from jpaged.models.quantization.fp8 import Fp8
 from jpaged.models.quantization.layers import StoredLayer
 from jpaged.models.quantization.scheme import FLOAT_TYPES, BadTensor, Entries, Modules, Scheme, Stored, checked_scales
-from jpaged.pallas_kernels.fp8_product import reference
 
 BLOCK = 128
 """Outputs and inputs of a block."""
@@ -50,33 +49,24 @@ class Fp8Weights(Scheme):
         return {"": Stored(("F8_E4M3",), (shape,)), _FUSED_SCALE: Stored(FLOAT_TYPES, (scales,))}
 
     def dequantized(self, arrays: Mapping[str, Any], dtype: jnp.dtype) -> jax.Array:
-        return _dequantized(arrays[""], arrays["_scale"], BLOCK if self.blocks else None, jnp.dtype(dtype))
+        return row_scales.dequantized(arrays[""], arrays["_scale"], BLOCK if self.blocks else None, jnp.dtype(dtype))
 
     def tensors(self, layer: StoredLayer) -> dict[str, Stored]:
-        out = layer.outputs
-        shapes: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1), (out,), (out, 1))
+        wanted = row_scales.tensors(layer, "F8_E4M3", self.kind.activations, self.scale)  # type: ignore[attr-defined]
         if self.blocks:
-            shapes = ((-(-out // BLOCK), -(-layer.inputs // BLOCK)),)
-        wanted = {
-            "weight": Stored(("F8_E4M3",), ((out, layer.inputs),)),
-            self.scale: Stored(FLOAT_TYPES, shapes),
-        }
-        if self.kind.activations == "static":  # type: ignore[attr-defined]
-            wanted["input_scale"] = Stored(FLOAT_TYPES, ((), (1,), (1, 1)))
+            shape = -(-layer.outputs // BLOCK), -(-layer.inputs // BLOCK)
+            wanted[self.scale] = Stored(FLOAT_TYPES, (shape,))
         return wanted
 
     def arrays(self, layer: StoredLayer, found: Mapping[str, np.ndarray]) -> dict[str, Any]:
         if "" in found:  # all experts of a layer
             scales = checked_scales(found, _FUSED_SCALE)
             return self._block_arrays("", found[""], np.repeat(scales, BLOCK, axis=1)[:, : found[""].shape[1]])
-        weight, scales = found["weight"], checked_scales(found, self.scale)
         if self.blocks:
-            return self._block_arrays("weight", weight, np.repeat(scales, BLOCK, axis=0)[: layer.outputs])
-        _check_values("weight", weight)
-        scales = np.broadcast_to(scales.reshape(-1, 1), (layer.outputs, 1))
-        arrays = {"": weight, "_scale": scales}
-        if "input_scale" in found:
-            arrays["_input_scale"] = checked_scales(found, "input_scale").reshape(1)
+            scales = np.repeat(checked_scales(found, self.scale), BLOCK, axis=0)[: layer.outputs]
+            return self._block_arrays("weight", found["weight"], scales)
+        arrays = row_scales.arrays(layer, found, self.scale)
+        _check_values("weight", found["weight"])
         return arrays
 
     def _block_arrays(self, name: str, weight: np.ndarray, scales: np.ndarray) -> dict[str, Any]:
@@ -92,12 +82,6 @@ _FUSED_SCALE = "_scale_inv"
 def _check_values(name: str, weight: np.ndarray) -> None:
     if np.any((weight.view(np.uint8) & 0x7F) == 0x7F):
         raise BadTensor(name, "has NaN")
-
-
-@partial(jax.jit, static_argnums=(2, 3))
-def _dequantized(values: jax.Array, scales: jax.Array, group: int | None, dtype: jnp.dtype) -> jax.Array:
-    """Rounded once, from float32."""
-    return reference.dequantized(values, scales, group).astype(dtype)
 
 
 def read_fp8(config: Entries) -> Scheme:

@@ -21,10 +21,10 @@ from flax import nnx
 from jpaged.models.grouped_linear import GroupedLinear
 from jpaged.models.linear import Linear
 from jpaged.models.parameters import Ascending, Bits, Constant, parameter
+from jpaged.models.quantization import row_scales
 from jpaged.models.quantization.grouped import QuantizedGroupedLinear, Values
 from jpaged.models.quantization.layers import QuantizedLinear, RowOrder, WholeGroups, rows_parameter
 from jpaged.pallas_kernels import int8_product
-from jpaged.pallas_kernels.fp8_product import reference
 from jpaged.pallas_kernels.int8_product.api import Activations
 from jpaged.pallas_kernels.int8_product.rounding import round_to_int8
 
@@ -74,7 +74,7 @@ class Int8(WholeGroups):
 
     def dequantized(self, arrays: Mapping[str, Any], dtype: jnp.dtype) -> jax.Array:
         """[outputs, inputs] of a layer's arrays, in the order of these; rounded once, from float32."""
-        return _dequantized(arrays[""], arrays["_scale"], self.group, dtype)
+        return row_scales.dequantized(arrays[""], arrays["_scale"], self.group, dtype)
 
     def rounded(self, weight: jax.Array, order: RowOrder) -> tuple[jax.Array, jax.Array]:
         """As of `Scheme.rounded`."""
@@ -113,11 +113,6 @@ class Int8Linear(QuantizedLinear):
             dtype=dtype,
             backend=backend,
         )
-
-
-@partial(jax.jit, static_argnums=(2, 3))
-def _dequantized(values: jax.Array, scales: jax.Array, group: int | None, dtype: jnp.dtype) -> jax.Array:
-    return reference.dequantized(values, scales, group).astype(dtype)
 
 
 @partial(jax.jit, static_argnums=1)  # one program, which writes no transposed copy of the weight

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpaged.models.quantization import row_scales
 from jpaged.models.quantization.int8 import Int8
 from jpaged.models.quantization.layers import StoredLayer
-from jpaged.models.quantization.scheme import FLOAT_TYPES, Scheme, Stored, checked_scales
+from jpaged.models.quantization.scheme import Scheme, Stored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,18 +36,7 @@ class Int8Weights(Scheme):
         return self.kind.dequantized(arrays, jnp.dtype(dtype))
 
     def tensors(self, layer: StoredLayer) -> dict[str, Stored]:
-        out = layer.outputs
-        wanted = {
-            "weight": Stored(("I8",), ((out, layer.inputs),)),
-            "weight_scale": Stored(FLOAT_TYPES, ((), (1,), (1, 1), (out,), (out, 1))),
-        }
-        if self.kind.activations == "static":
-            wanted["input_scale"] = Stored(FLOAT_TYPES, ((), (1,), (1, 1)))
-        return wanted
+        return row_scales.tensors(layer, "I8", self.kind.activations)
 
     def arrays(self, layer: StoredLayer, found: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        scales = checked_scales(found, "weight_scale").reshape(-1, 1)
-        arrays = {"": found["weight"], "_scale": np.broadcast_to(scales, (layer.outputs, 1))}
-        if "input_scale" in found:
-            arrays["_input_scale"] = checked_scales(found, "input_scale").reshape(1)
-        return arrays
+        return row_scales.arrays(layer, found)

@@ -37,8 +37,8 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 _WHOLE_ROW_GROUP = 128
 """Inputs for which a scale of all inputs (group_size -1) is repeated in 4 bits."""
 
-_MIDDLE = 128
-"""The zero points of 8 bits that are none."""
+_NO_ZERO = 128
+"""What GPTQ stores in 8 bits where values have no zero point."""
 
 GROUPS = (32, 64, 128, -1)
 """Supported sizes of groups; -1 is all inputs."""
@@ -52,16 +52,16 @@ class PackedWeights(Scheme):
     whole_rows: bool = False
 
     @property
-    def of_word(self) -> int:
+    def values_per_word(self) -> int:
         """Values in an int32."""
         return 32 // self.kind.bits
 
     def check_layer(self, layer: StoredLayer) -> None:
-        size = self.kind.group or self.of_word
-        if layer.inputs % size or layer.outputs % self.of_word:
+        size = self.kind.group or self.values_per_word
+        if layer.inputs % size or layer.outputs % self.values_per_word:
             raise UnsupportedModelError(
                 f"{layer.name} has {layer.outputs} outputs and {layer.inputs} inputs; {self.name} is supported for"
-                f" multiples of {self.of_word} and of {size}."
+                f" multiples of {self.values_per_word} and of {size}."
             )
 
     @property
@@ -140,7 +140,7 @@ class Gptq(PackedWeights):
     offset: int = 1
 
     def tensors(self, layer: StoredLayer) -> dict[str, Stored]:
-        groups, each = self.groups(layer), self.of_word
+        groups, each = self.groups(layer), self.values_per_word
         return {
             "qweight": Stored(("I32",), ((layer.inputs // each, layer.outputs),)),
             "qzeros": Stored(("I32",), ((groups, layer.outputs // each),)),
@@ -149,12 +149,12 @@ class Gptq(PackedWeights):
         }
 
     def arrays(self, layer: StoredLayer, found: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        each = range(self.of_word)
+        each = range(self.values_per_word)
         values = _unpack(found["qweight"], 0, each).T
         zeros: np.ndarray | None = _unpack(found["qzeros"], 1, each).T + np.uint8(self.offset)
         if not self.kind.zero_points:
-            if np.any(zeros != _MIDDLE):
-                raise BadTensor("qzeros", f"has zero points other than {_MIDDLE}, which are not supported in 8 bits")
+            if np.any(zeros != _NO_ZERO):
+                raise BadTensor("qzeros", f"has zero points other than {_NO_ZERO}, which are not supported in 8 bits")
             zeros = None
         return self._arrays(layer, values, checked_scales(found, "scales").T, zeros, found, "g_idx")
 
@@ -164,7 +164,7 @@ class PackQuantized(PackedWeights):
     """compressed-tensors' "pack-quantized"."""
 
     def tensors(self, layer: StoredLayer) -> dict[str, Stored]:
-        groups, each = self.groups(layer), self.of_word
+        groups, each = self.groups(layer), self.values_per_word
         wanted = {
             "weight_packed": Stored(("I32",), ((layer.outputs, layer.inputs // each),)),
             "weight_scale": Stored(FLOAT_TYPES, ((layer.outputs, groups),)),
@@ -179,7 +179,7 @@ class PackQuantized(PackedWeights):
     def arrays(self, layer: StoredLayer, found: Mapping[str, np.ndarray]) -> dict[str, Any]:
         if "weight_shape" in found and found["weight_shape"].tolist() != [layer.outputs, layer.inputs]:
             raise BadTensor("weight_shape", f"is {found['weight_shape'].tolist()}, not {[layer.outputs, layer.inputs]}")
-        each = range(self.of_word)
+        each = range(self.values_per_word)
         values = _unpack(found["weight_packed"], 1, each)
         zeros = _unpack(found["weight_zero_point"], 0, each) if self.kind.zero_points else None
         return self._arrays(layer, values, checked_scales(found, "weight_scale"), zeros, found, "weight_g_idx")

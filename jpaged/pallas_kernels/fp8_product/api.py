@@ -10,7 +10,7 @@ GPUs without FP8 tensor cores (before 8.9) leave x as it is, and so do "none", a
 have scales of their own; w is then widened to x's type.
 """
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jpaged.pallas_kernels import devices
 from jpaged.pallas_kernels.common import arguments as check
 from jpaged.pallas_kernels.fp8_product import reference
-from jpaged.pallas_kernels.fp8_product.operands import Operands, Options
+from jpaged.pallas_kernels.fp8_product.operands import Operands, Options, check_operands
 from jpaged.pallas_kernels.fp8_product.rounding import rounds_activations
 from jpaged.pallas_kernels.registry import REFERENCE, Op, is_hopper
 
@@ -57,25 +57,13 @@ def fp8_product(
     Raises:
         ValueError: an argument does not fit; it is named.
     """
-    check.check_floats("x", x, "M, K")
-    check.check_array("w", w, jnp.float8_e4m3fn, "N, K", (None, x.shape[1]))
-    if group is not None and group < 1:
-        raise ValueError(f"group must be at least 1, got {group}")
-    groups = 1 if group is None else -(-x.shape[1] // group)
-    check.check_array("scale", scale, jnp.float32, "N, G", (w.shape[0], groups))
-    if activations not in get_args(Activations):
-        raise ValueError(f"activations must be one of {', '.join(get_args(Activations))}, got {activations!r}")
-    if activations == "static" and groups != 1:
-        raise ValueError(f"activations={activations!r} needs one scale a row of w, got {groups}")
-    if (input_scale is None) == (activations == "static"):
-        raise ValueError("input_scale goes with activations='static', and with nothing else")
-    if input_scale is not None:
-        check.check_array("input_scale", input_scale, jnp.float32, "1", (1,))
+    operands = Operands(x, w, scale, input_scale)
+    check_operands(operands, jnp.float8_e4m3fn, group, activations, Activations, ungrouped=("static",))
     run = OP.pick(backend, x, w, scale, group, activations).run
     if 0 in (x.shape[0], w.shape[0]):
         return jnp.zeros((x.shape[0], w.shape[0]), dtype or x.dtype)
     options = Options(group, activations, upper_bound, jnp.dtype(dtype or x.dtype))
-    return run(Operands(x, w, scale, input_scale), options)
+    return run(operands, options)
 
 
 def takes_rounded_rows(

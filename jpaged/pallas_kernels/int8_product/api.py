@@ -9,13 +9,12 @@ With activations "dynamic" or "static", x is rounded to int8 too, and sums are i
 "none" x stays as it is, and w is widened to its type (W8A16).
 """
 
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from jpaged.pallas_kernels.common import arguments as check
-from jpaged.pallas_kernels.int8_product.operands import Operands, Options
+from jpaged.pallas_kernels.fp8_product.operands import Operands, Options, check_operands
 from jpaged.pallas_kernels.registry import Op, is_hopper
 
 OP = Op("int8_product", __package__, also={"triton": is_hopper})
@@ -54,24 +53,12 @@ def int8_product(
     Raises:
         ValueError: an argument does not fit; it is named.
     """
-    check.check_floats("x", x, "M, K")
-    check.check_array("w", w, jnp.int8, "N, K", (None, x.shape[1]))
-    if group is not None and group < 1:
-        raise ValueError(f"group must be at least 1, got {group}")
-    groups = 1 if group is None else -(-x.shape[1] // group)
-    check.check_array("scale", scale, jnp.float32, "N, G", (w.shape[0], groups))
-    if activations not in get_args(Activations):
-        raise ValueError(f"activations must be one of {', '.join(get_args(Activations))}, got {activations!r}")
-    if activations != "none" and groups != 1:
-        raise ValueError(f"activations={activations!r} needs one scale a row of w, got {groups}")
+    operands = Operands(x, w, scale, input_scale)
+    check_operands(operands, jnp.int8, group, activations, Activations, ungrouped=("dynamic", "static"))
     if activations != "none" and x.shape[1] > MOST_INPUTS:
         raise ValueError(f"activations={activations!r} takes at most {MOST_INPUTS:,} inputs, got {x.shape[1]:,}")
-    if (input_scale is None) == (activations == "static"):
-        raise ValueError("input_scale goes with activations='static', and with nothing else")
-    if input_scale is not None:
-        check.check_array("input_scale", input_scale, jnp.float32, "1", (1,))
     run = OP.pick(backend, x, w, scale, group, activations).run
     if 0 in (x.shape[0], w.shape[0]):
         return jnp.zeros((x.shape[0], w.shape[0]), dtype or x.dtype)
-    options = Options(group, activations, jnp.dtype(dtype or x.dtype))
-    return run(Operands(x, w, scale, input_scale), options)
+    options = Options(group, activations, None, jnp.dtype(dtype or x.dtype))
+    return run(operands, options)

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jpaged.pallas_kernels.fp8_product.operands import Operands, Options
 from jpaged.pallas_kernels.fp8_product.reference import dequantized, product
-from jpaged.pallas_kernels.int8_product.operands import Operands, Options
 from jpaged.pallas_kernels.int8_product.rounding import round_to_int8
 
 

@@ -4,9 +4,7 @@ widens integers. Products of two int8 operands are XLA's, which gives them to cu
 import jax
 
 from jpaged.pallas_kernels.fp8_product import triton as fp8
-from jpaged.pallas_kernels.fp8_product.operands import Operands as Fp8Operands
-from jpaged.pallas_kernels.fp8_product.operands import Options as Fp8Options
-from jpaged.pallas_kernels.int8_product.operands import Operands, Options
+from jpaged.pallas_kernels.fp8_product.operands import Operands, Options
 
 
 def unsupported(x: jax.Array, w: jax.Array, scale: jax.Array, group: int | None, activations: str) -> str | None:
@@ -25,6 +23,4 @@ def worthwhile(x: jax.Array, w: jax.Array, scale: jax.Array, group: int | None, 
 
 def int8_product(operands: Operands, options: Options, config: fp8.Config | None = None) -> jax.Array:
     """`int8_product` of the package, checked. config: to try others than the table's."""
-    x, w, scale, _ = operands
-    alone = Fp8Options(options.group, "none", None, options.dtype)
-    return fp8.fp8_product(Fp8Operands(x, w, scale, None), alone, config)
+    return fp8.fp8_product(operands, options, config)
