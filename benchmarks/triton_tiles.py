@@ -2,6 +2,7 @@
 `jpaged/pallas_kernels/{decode,ragged}_attention/triton.py`, and how sampling cuts a row.
 
     python benchmarks/triton_tiles.py decode --head-dim 128 --json tiles.json
+    python benchmarks/triton_tiles.py decode --pool fp8 --json tiles.json
     python benchmarks/triton_tiles.py launches --json launches.json --other CHECKOUT
 
 Each configuration of attention is measured on the first case; the best of them on the others. One JSON line a figure.
@@ -18,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ import numpy as np
 
 from jpaged.bench import kernels
 from jpaged.bench.device_trace import kernel_times, read_trace
-from jpaged.bench.kernel_cases.attention import Setting, attention_case
+from jpaged.bench.kernel_cases.attention import DEEPSEEK_V2_LITE, Setting, attention_case
 from jpaged.bench.kernel_cases.case import Built
 from jpaged.bench.kernel_cases.sampling import sample_case
 from jpaged.bench.kernels import measure
@@ -40,6 +42,7 @@ from jpaged.pallas_kernels.sample_tokens import triton as sampling
 from jpaged.pallas_kernels.sample_tokens.operands import Operands as Draws
 
 DECODE_CASES = ((64, 4096), (256, 1024), (8, 16384), (32, 1024))
+LATENT_CASES = ((256, 512), (32, 2048), (8, 16384))
 RAGGED_CASES = ((16, 1024), (4, 4096), (1, 16384))
 SAMPLING_CASES = ((256, 0.95), (1, 0.95), (256, 1.0))  # rows, top_p
 SAMPLING_CUTS = ((512, 2048), (256, 2048), (256, 4096), (512, 4096), (1024, 4096))
@@ -60,8 +63,15 @@ DRAWN_FROM = {"flat": 2.0, "peaked": 6.0}
 Config = decode.Config | ragged.Config
 
 
-def decode_configs(head_dim: int) -> list[Config]:
+def decode_configs(head_dim: int, pool: str) -> list[Config]:
     """Candidates: of head_dim 128, or with tiles of the same size."""
+    if pool == "latents":
+        shapes = [(32, 8, 3, 1), (32, 8, 5, 1), (32, 8, 7, 1), (64, 8, 3, 1), (64, 8, 5, 1), (16, 8, 7, 1)]
+        return [decode.Config(*one) for one in [*shapes, (32, 16, 5, 1), (64, 16, 5, 1)]]
+    if pool == "fp8":
+        shapes = [(64, 4, 3, 2), (64, 4, 3, 3), (64, 4, 5, 3), (64, 2, 3, 4), (64, 2, 5, 4), (128, 4, 3, 2)]
+        shapes += [(128, 4, 3, 3), (128, 4, 5, 2), (128, 4, 5, 3), (32, 2, 5, 4), (64, 4, 7, 3)]
+        return [decode.Config(*one) for one in shapes]
     shapes = [(64, 2, 3, 4), (64, 2, 3, 3), (64, 2, 3, 5), (64, 2, 5, 3), (64, 2, 5, 2), (32, 2, 5, 4), (32, 2, 7, 4)]
     shapes += [
         (128, 2, 3, 2),
@@ -75,11 +85,15 @@ def decode_configs(head_dim: int) -> list[Config]:
     return [decode.Config(min(128, max(16, tile * 128 // head_dim)), *others) for tile, *others in shapes]
 
 
-def ragged_configs(head_dim: int) -> list[Config]:
+def ragged_configs(head_dim: int, pool: str) -> list[Config]:
     """Candidates. Of head_dim 128 two CTAs of 128 rows fit a multiprocessor of a Hopper GPU if they have four warps, or
     eight of 128 registers a thread."""
+    if pool == "fp8":
+        shapes: list[tuple[int, ...]] = [(128, 64, 8, 3), (128, 64, 8, 5), (128, 32, 8, 3), (128, 32, 8, 5)]
+        shapes += [(128, 64, 8, 3, 128), (128, 128, 8, 3), (256, 64, 16, 3, 128), (64, 64, 4, 3)]
+        return [ragged.Config(*shape) for shape in shapes]
     if head_dim == 128:
-        shapes: list[tuple[int, ...]] = [(128, 64, 8, 3, 128), (128, 64, 8, 2, 128), (128, 32, 8, 5, 128)]
+        shapes = [(128, 64, 8, 3, 128), (128, 64, 8, 2, 128), (128, 32, 8, 5, 128)]
         shapes += [(64, 32, 4, 4, 128), (64, 64, 4, 3), (128, 128, 8, 3), (256, 64, 16, 3, 128)]
         shapes += [(128, 32, 4, 4), (128, 64, 4, 3), (64, 64, 4, 3, 168)]
         return [ragged.Config(*shape) for shape in shapes]
@@ -97,10 +111,10 @@ def case(kind: str, batch: int, length: int, setting: Setting) -> Built:
     return attention_case(lens, None if kind == "decode" else lens, setting, "triton")
 
 
-def compile_all(kind: str, configs: Sequence[Config], arguments: tuple[Any, ...]) -> None:
+def compile_all(kind: str, configs: Sequence[Config], arguments: tuple[Any, ...], value_dim: int | None) -> None:
     """Compiles the kernel in all configurations at once; jax-triton keeps them, by shapes and constants."""
     q, pool, tables, lens, *extra = arguments
-    features = Features(q.shape[2] ** -0.5)
+    features = Features(q.shape[2] ** -0.5, value_dim=value_dim)
 
     def compile_one(config: Config) -> None:
         op: Callable[..., Any] = decode.decode_attention if kind == "decode" else ragged.ragged_attention
@@ -242,6 +256,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kind", choices=("decode", "ragged", "sampling", "launches"))
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument(
+        "--pool",
+        choices=("16-bit", "fp8", "latents"),
+        default="16-bit",
+        help="what attention reads: as its queries, in e4m3, or DeepSeek-V2-Lite's latents, of decode alone",
+    )
     parser.add_argument("--best", type=int, default=4, help="configurations that are measured on all cases")
     parser.add_argument("--rows", type=int, nargs="+", default=(1, 8, 32, 256), help="of draws")
     parser.add_argument("--vocab-size", type=int, default=151_936, help="of draws")
@@ -257,14 +277,23 @@ def main() -> None:
     if kind == "launches":
         launch_figures(options.rows, options.other, options.vocab_size, options.calls, options.json)
         return
+    if options.pool == "latents" and kind != "decode":
+        parser.error("--pool latents is for decode")
+    if options.pool == "fp8" and head_dim != 128:
+        parser.error("--pool fp8 is for --head-dim 128")
     setting = Setting(head_dim=head_dim) if head_dim <= 128 else Setting(16, 4, head_dim)
-    first, *others = DECODE_CASES if kind == "decode" else RAGGED_CASES
-    configs = decode_configs(head_dim) if kind == "decode" else ragged_configs(head_dim)
+    if options.pool == "latents":
+        setting, head_dim = DEEPSEEK_V2_LITE, DEEPSEEK_V2_LITE.head_dim
+    elif options.pool == "fp8":
+        setting = replace(setting, kv_dtype=jnp.float8_e4m3fn)
+    cases = LATENT_CASES if options.pool == "latents" else DECODE_CASES
+    first, *others = cases if kind == "decode" else RAGGED_CASES
+    configs = (decode_configs if kind == "decode" else ragged_configs)(head_dim, options.pool)
     figures: dict[Config, dict[str, float]] = {config: {} for config in configs}
 
     def run(chosen: Sequence[Config], batch: int, length: int) -> None:
         built = case(kind, batch, length, setting)
-        compile_all(kind, chosen, built[1])
+        compile_all(kind, chosen, built[1], setting.value_dim)
         for config in chosen:
             if (value := figure(kind, built, config)) is not None:
                 figures[config][f"{batch} x {length}"] = value
@@ -276,7 +305,8 @@ def main() -> None:
     for batch, length in others:
         run(best, batch, length)
     report = [{"config": str(config), **of_cases} for config, of_cases in figures.items() if of_cases]
-    options.json.write_text(json.dumps({"kind": kind, "head_dim": head_dim, "figures": report}, indent=1))
+    figure_of_all = {"kind": kind, "pool": options.pool, "head_dim": head_dim, "figures": report}
+    options.json.write_text(json.dumps(figure_of_all, indent=1))
 
 
 if __name__ == "__main__":

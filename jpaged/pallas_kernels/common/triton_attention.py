@@ -10,7 +10,7 @@ import triton.language as tl
 
 from jpaged.pallas_kernels.common.attention_arguments import Features
 from jpaged.pallas_kernels.common.numerics import FP8
-from jpaged.pallas_kernels.common.triton_fp8 import widen
+from jpaged.pallas_kernels.common.triton_fp8 import widen_pairs
 
 BLOCK_SIZES = (16, 32, 64, 128)
 MOST_HEAD_DIM = 512  # in 16 bits
@@ -41,18 +41,24 @@ def unsupported(q: jax.Array, kv_pool: jax.Array, value_dim: int | None = None) 
     return None
 
 
-def column_constants(head_dim: int, features: Features, latent: bool) -> dict[str, Any]:
+def column_constants(head_dim: int, features: Features, kv_pool: jax.Array) -> dict[str, Any]:
     """The kernels' constants for what a pool has of a token: columns of a key and of a value, the latter rounded up to
-    a power of two; and where keys have more than values, how many more, rounded up likewise. latent: values are columns
-    of the keys."""
+    a power of two; and where keys have more than values, how many more, rounded up likewise.
+
+    LATENT: values are columns of the keys. PAIRS: two numbers of the pool are a word (`products_and_values`).
+    IN_REGISTERS: as of `triton_fp8.widen_pairs`.
+    """
     value_dim = features.value_dim or head_dim
     tail = head_dim - value_dim
+    pairs = kv_pool.dtype == FP8
     return {
         "HEAD_DIM": head_dim,
         "VALUE_DIM": value_dim,
-        "DIM": max(16, triton.next_power_of_2(value_dim)),
-        "LATENT": latent,
+        "DIM": max(32 if pairs else 16, triton.next_power_of_2(value_dim)),
+        "LATENT": kv_pool.shape[1] == 1,
         "TAIL": max(16, triton.next_power_of_2(tail)) if tail else 0,
+        "PAIRS": pairs,
+        "IN_REGISTERS": not triton.knobs.runtime.interpret,
     }
 
 
@@ -83,55 +89,76 @@ def scores(products, SCALE: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr
 
 
 @triton.jit
-def as_operand(kept, DTYPE: tl.constexpr):
-    """Keys or values of the pool as operands of products: bits of e4m3 are widened."""
-    return widen(kept, DTYPE) if kept.dtype == tl.uint8 else kept
-
-
-@triton.jit
-def load_queries(at, is_query, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DIM: tl.constexpr, TAIL: tl.constexpr):
+def load_queries(
+    at, is_query, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DIM: tl.constexpr, TAIL: tl.constexpr,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
     """Queries of the rows that begin at `at` [ROWS], 0 where there is none: [ROWS, DIM]; and where values are narrower
-    than keys, the columns behind [ROWS, TAIL], else anything."""
-    d = tl.arange(0, DIM)
-    queries = tl.load(at[:, None] + d[None, :], mask=is_query[:, None] & (d < VALUE_DIM)[None, :], other=0.0)
-    behind = queries
-    if TAIL > 0:
-        e = tl.arange(0, TAIL)
-        is_kept = is_query[:, None] & (e < HEAD_DIM - VALUE_DIM)[None, :]
-        behind = tl.load(at[:, None] + VALUE_DIM + e[None, :], mask=is_kept, other=0.0)
+    than keys, the columns behind [ROWS, TAIL], else anything. PAIRS: the even columns [ROWS, DIM / 2] and the odd."""
+    if PAIRS:
+        even = 2 * tl.arange(0, DIM // 2)
+        is_kept = is_query[:, None] & (even < HEAD_DIM)[None, :]
+        queries = tl.load(at[:, None] + even[None, :], mask=is_kept, other=0.0)
+        behind = tl.load(at[:, None] + even[None, :] + 1, mask=is_kept, other=0.0)
+    else:
+        d = tl.arange(0, DIM)
+        queries = tl.load(at[:, None] + d[None, :], mask=is_query[:, None] & (d < VALUE_DIM)[None, :], other=0.0)
+        behind = queries
+        if TAIL > 0:
+            e = tl.arange(0, TAIL)
+            is_kept = is_query[:, None] & (e < HEAD_DIM - VALUE_DIM)[None, :]
+            behind = tl.load(at[:, None] + VALUE_DIM + e[None, :], mask=is_kept, other=0.0)
     return queries, behind
 
 
 @triton.jit
 def products_and_values(
     queries, behind, at, VALUES: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DIM: tl.constexpr,
-    LATENT: tl.constexpr, TAIL: tl.constexpr,
+    LATENT: tl.constexpr, TAIL: tl.constexpr, PAIRS: tl.constexpr, IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """Products of queries (as `load_queries` gives them) with the keys that begin at `at` [keys], and their values
-    [keys, DIM], which are VALUES numbers behind, or of latents the keys' own first columns."""
-    d = tl.arange(0, DIM)
-    k_at = at[:, None] + d[None, :]
-    if DIM == VALUE_DIM:
-        k = tl.load(k_at)
-    else:
-        k = tl.load(k_at, mask=(d < VALUE_DIM)[None, :], other=0)
-    if LATENT:
-        v = k
-    elif DIM == VALUE_DIM:
-        v = tl.load(k_at + VALUES)
-    else:
-        v = tl.load(k_at + VALUES, mask=(d < VALUE_DIM)[None, :], other=0)
-    k, v = as_operand(k, queries.dtype), as_operand(v, queries.dtype)
-    products = tl.dot(queries, tl.trans(k), input_precision="ieee")
-    if TAIL > 0:
-        e = tl.arange(0, TAIL)
-        tail_at = at[:, None] + VALUE_DIM + e[None, :]
-        if VALUE_DIM + TAIL == HEAD_DIM:
-            tail = tl.load(tail_at)
+    [keys, DIM], which are VALUES numbers behind, or of latents the keys' own first columns.
+
+    PAIRS: `at` are uint16, each two neighbouring columns in e4m3, and VALUES counts these. Even columns are multiplied
+    apart from odd ones, so that words need not be taken apart before they are operands. Values come as even columns
+    [keys, DIM / 2] and odd ones; else the second are the first.
+    """
+    if PAIRS:
+        pair = tl.arange(0, DIM // 2)
+        k_at = at[:, None] + pair[None, :]
+        if DIM == HEAD_DIM:
+            k_words, v_words = tl.load(k_at), tl.load(k_at + VALUES)
         else:
-            tail = tl.load(tail_at, mask=(e < HEAD_DIM - VALUE_DIM)[None, :], other=0.0)
-        products = tl.dot(behind, tl.trans(tail), products, input_precision="ieee")
-    return products, v
+            is_kept = (2 * pair < HEAD_DIM)[None, :]
+            k_words, v_words = tl.load(k_at, mask=is_kept, other=0), tl.load(k_at + VALUES, mask=is_kept, other=0)
+        even, odd = widen_pairs(k_words, queries.dtype, IN_REGISTERS)
+        products = tl.dot(queries, tl.trans(even))
+        products = tl.dot(behind, tl.trans(odd), products)
+        v, more = widen_pairs(v_words, queries.dtype, IN_REGISTERS)
+    else:
+        d = tl.arange(0, DIM)
+        k_at = at[:, None] + d[None, :]
+        if DIM == VALUE_DIM:
+            k = tl.load(k_at)
+        else:
+            k = tl.load(k_at, mask=(d < VALUE_DIM)[None, :], other=0)
+        if LATENT:
+            v = k
+        elif DIM == VALUE_DIM:
+            v = tl.load(k_at + VALUES)
+        else:
+            v = tl.load(k_at + VALUES, mask=(d < VALUE_DIM)[None, :], other=0)
+        products = tl.dot(queries, tl.trans(k), input_precision="ieee")
+        if TAIL > 0:
+            e = tl.arange(0, TAIL)
+            tail_at = at[:, None] + VALUE_DIM + e[None, :]
+            if VALUE_DIM + TAIL == HEAD_DIM:
+                tail = tl.load(tail_at)
+            else:
+                tail = tl.load(tail_at, mask=(e < HEAD_DIM - VALUE_DIM)[None, :], other=0.0)
+            products = tl.dot(behind, tl.trans(tail), products, input_precision="ieee")
+        more = v
+    return products, v, more
 
 
 @triton.jit
@@ -144,13 +171,30 @@ def no_state(ROWS: tl.constexpr, DIM: tl.constexpr):
 
 
 @triton.jit
-def add_keys(acc, top, total, x, v, FACTOR: tl.constexpr):
-    """The state, with scores x * FACTOR [ROWS, keys] and values [keys, DIM] added."""
+def no_keys(ROWS: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr):
+    """`no_state` as `add_keys` takes it: its sums in one part, or in the even columns and the odd."""
+    acc, top, total = no_state(ROWS, DIM // 2 if PAIRS else DIM)
+    return acc, acc, top, total
+
+
+@triton.jit
+def add_keys(acc, more_acc, top, total, x, v, more, FACTOR: tl.constexpr, PAIRS: tl.constexpr):
+    """The state, with scores x * FACTOR [ROWS, keys] and values (as `products_and_values` gives them) added."""
     new_top = tl.maximum(top, tl.max(x, 1) * FACTOR)
     p = tl.exp2(x * FACTOR - new_top[:, None])
     shrink = tl.exp2(top - new_top)
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-    return acc, new_top, total * shrink + tl.sum(p, 1)
+    if PAIRS:
+        more_acc = tl.dot(p.to(v.dtype), more, more_acc * shrink[:, None])
+    else:
+        more_acc = acc
+    return acc, more_acc, new_top, total * shrink + tl.sum(p, 1)
+
+
+@triton.jit
+def whole(acc, more_acc, PAIRS: tl.constexpr):
+    """Sums of values [ROWS, DIM], of their parts."""
+    return tl.interleave(acc, more_acc) if PAIRS else acc
 
 
 @triton.jit

@@ -13,6 +13,56 @@ import triton
 import triton.language as tl
 
 
+def _pairs_in_registers(kind: str, lower_left: int, upper_right: int, digits: int, factor: int) -> tl.constexpr:
+    """Two words of 16 bits, in a register, to their lower bytes and their upper ones as `kind`, two in a register each.
+
+    lower_left, upper_right: how far bits move to their places. digits: their mask. factor: the power of two, in `kind`.
+    Added to minus zero, a product keeps the sign of its zeros.
+    """
+    signs, kept, power = (f"0x{(bits << 16) | bits:08X}" for bits in (0x8000, digits, factor))
+    return tl.constexpr(f"""
+{{
+    .reg .b32 lower, upper, sign, factor, zero;
+    mov.b32 factor, {power};
+    mov.b32 zero, {signs};
+    shl.b32 lower, $2, {lower_left};
+    shr.b32 upper, $2, {upper_right};
+    and.b32 lower, lower, {kept};
+    and.b32 upper, upper, {kept};
+    shl.b32 sign, $2, 8;
+    lop3.b32 lower, sign, zero, lower, 0xEA;
+    lop3.b32 upper, $2, zero, upper, 0xEA;
+    fma.rn.{kind} $0, lower, factor, zero;
+    fma.rn.{kind} $1, upper, factor, zero;
+}}
+""")
+
+
+_BFLOAT16_PAIRS = _pairs_in_registers("bf16x2", 4, 4, 0x07F0, 0x7B80)
+_FLOAT16_PAIRS = _pairs_in_registers("f16x2", 7, 1, 0x3F80, 0x5C00)
+
+
+@triton.jit
+def widen_pairs(words, DTYPE: tl.constexpr, IN_REGISTERS: tl.constexpr):
+    """Two e4m3 side by side, as uint16 -> the lower byte's value and the upper one's, as of `widen`, without NaN.
+
+    Words of 16 bits go from shared memory to the tensor cores as operands in 16 bits do, which bytes do not.
+    IN_REGISTERS: two words at a time. On GPUs alone.
+    """
+    if IN_REGISTERS:
+        if DTYPE.is_bf16():
+            lower, upper = tl.inline_asm_elementwise(
+                _BFLOAT16_PAIRS, "=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+            )
+        else:
+            lower, upper = tl.inline_asm_elementwise(
+                _FLOAT16_PAIRS, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+            )
+    else:
+        lower, upper = widen((words & 0xFF).to(tl.uint8), DTYPE), widen((words >> 8).to(tl.uint8), DTYPE)
+    return lower, upper
+
+
 @triton.jit
 def widen(bits, DTYPE: tl.constexpr, NAN: tl.constexpr = False):
     """e4m3 as uint8 -> DTYPE, which is tl.bfloat16 or tl.float16, exactly. NAN: whether there may be NaN."""

@@ -28,7 +28,7 @@ import triton.language as tl
 from jpaged.pallas_kernels.common import triton_attention as attention
 from jpaged.pallas_kernels.common.attention_arguments import Features, Operands, output_shape
 from jpaged.pallas_kernels.common.numerics import as_bits
-from jpaged.pallas_kernels.common.triton_attention import unsupported
+from jpaged.pallas_kernels.common.triton_attention import MOST_HEAD_DIM, unsupported
 from jpaged.pallas_kernels.common.triton_call import Launch, call
 from jpaged.pallas_kernels.common.triton_targets import by_shared_memory, for_family
 from jpaged.pallas_kernels.decode_attention.plan import (
@@ -84,15 +84,18 @@ def rows_of_a_tile(share: int, head_dim: int, itemsize: int) -> int:
     return 16 if share <= 16 or head_dim * itemsize > _MOST_BYTES else _MOST_ROWS
 
 
-def default_config(head_dim: int, rows: int, itemsize: int, *, widens: bool = False) -> Config:
+def default_config(head_dim: int, rows: int, itemsize: int, *, widens: bool = False, latents: bool = False) -> Config:
     """For a head_dim, so many query heads of a group, padded, and bytes of a query's number. widens: keys and values
-    have fewer."""
-    config = for_family(_CONFIGS)[max(64, triton.next_power_of_2(head_dim)), itemsize]
-    if rows < _MOST_ROWS and not widens:
-        return config
-    if rows == _MOST_ROWS and widens:
-        config = replace(config, tile=max(16, config.tile // 2))
-    return replace(config, warps=2 * config.warps, ctas=max(1, config.ctas // 2))  # twice the registers
+    have fewer. latents: they are the same numbers, DeepSeek's."""
+    if latents:
+        return for_family(_OF_LATENTS)[itemsize]
+    padded = max(64, triton.next_power_of_2(head_dim))
+    config = for_family(_CONFIGS)[padded, itemsize]
+    if widens:
+        config = replace(config, stages=_STAGES_IN_8_BITS)
+    if rows == _MOST_ROWS or (widens and padded == MOST_HEAD_DIM):  # twice the registers
+        return replace(config, warps=2 * config.warps, ctas=max(1, config.ctas // 2))
+    return config
 
 
 _LARGE = {
@@ -109,8 +112,11 @@ _CONFIGS = by_shared_memory(_LARGE, _SMALL)
 """By family of GPUs; padded head_dim, and bytes of a number. Those of head_dim 128 in 16 bits are
 the best of a sweep on an H200 (`benchmarks/triton_tiles.py`)."""
 
+_STAGES_IN_8_BITS = 5
+"""Of pools in e4m3, whose tiles have half the bytes; measured likewise."""
+
 _LARGE_LATENTS = {
-    2: Config(tile=32, warps=8, stages=3, ctas=1),
+    2: Config(tile=64, warps=8, stages=5, ctas=1),
     4: Config(tile=16, warps=8, stages=2, ctas=1),
 }
 _SMALL_LATENTS = _LARGE_LATENTS | {2: Config(tile=16, warps=8, stages=3, ctas=1)}
@@ -133,12 +139,11 @@ def decode_attention(
     batch, heads, head_dim = q.shape
     _, _, kv_heads, block_size, _ = kv_pool.shape
     share = heads // kv_heads
-    value_dim = features.value_dim or head_dim
-    if features.value_dim is None:
-        rows = rows_of_a_tile(share, head_dim, q.dtype.itemsize)
-        config = config or default_config(head_dim, rows, q.dtype.itemsize, widens=kv_pool.dtype != q.dtype)
-    else:
-        rows, config = _LATENT_ROWS, config or for_family(_OF_LATENTS)[q.dtype.itemsize]
+    value_dim, latents = features.value_dim or head_dim, features.value_dim is not None
+    rows = _LATENT_ROWS if latents else rows_of_a_tile(share, head_dim, q.dtype.itemsize)
+    if config is None:
+        widens = kv_pool.dtype != q.dtype
+        config = default_config(head_dim, rows, q.dtype.itemsize, widens=widens, latents=latents)
     groups = kv_heads * triton.cdiv(share, rows)
     cuts = Cuts(config.tile, _LEAF_TOKENS, _CHUNK_TOKENS, num_multiprocessors() * _CUT_FOR)
     ctas = num_multiprocessors() * config.ctas
@@ -178,7 +183,7 @@ def decode_attention(
         SLOTS=slots,
         MOST_LEAVES=cuts.most_leaves,
         CUT_CHUNKS=most_cut,
-        **attention.column_constants(head_dim, features, features.value_dim is not None),
+        **attention.column_constants(head_dim, features, kv_pool),
         **attention.score_constants(features, alibi_slopes),
     )
     return out, lse
@@ -191,11 +196,15 @@ def _decode(
     SHARE: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TABLE: tl.constexpr,
     TILE: tl.constexpr, SLOTS: tl.constexpr, MOST_LEAVES: tl.constexpr, CUT_CHUNKS: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DIM: tl.constexpr, LATENT: tl.constexpr, TAIL: tl.constexpr,
+    PAIRS: tl.constexpr, IN_REGISTERS: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     SPLITS: tl.constexpr = (SHARE + ROWS - 1) // ROWS  # groups of a KV head
     GROUPS: tl.constexpr = KV_HEADS * SPLITS
     ARRAYS: tl.constexpr = 1 if LATENT else 2
+    KEY: tl.constexpr = HEAD_DIM // 2 if PAIRS else HEAD_DIM
+    if PAIRS:
+        pool = pool.to(tl.pointer_type(tl.uint16), bitcast=True)
     t = tl.arange(0, TILE)
     for item in range(tl.program_id(0), tl.load(num_units) * GROUPS, tl.num_programs(0)):
         unit, group = units + (item // GROUPS) * _FIELDS, item % GROUPS
@@ -203,40 +212,43 @@ def _decode(
         length, leaf_tiles = tl.load(unit + _LENGTH), tl.load(unit + _LEAF_TILES)
         kv_head = group // SPLITS
         head, is_head = _heads(row, group, SHARE, KV_HEADS, SPLITS, ROWS)
-        queries, behind = attention.load_queries(q + head * HEAD_DIM, is_head, HEAD_DIM, VALUE_DIM, DIM, TAIL)
+        queries, behind = attention.load_queries(q + head * HEAD_DIM, is_head, HEAD_DIM, VALUE_DIM, DIM, TAIL, PAIRS)
         if ALIBI:
             slope = tl.load(slopes + head % (KV_HEADS * SHARE), mask=is_head, other=0.0) * 1.4426950408889634
         first_seen = 0 if WINDOW is None else tl.maximum(length - WINDOW, 0)
 
-        acc, top, total = attention.no_state(ROWS, DIM)
+        acc, more_acc, top, total = attention.no_keys(ROWS, DIM, PAIRS)
         sum_acc, sum_top, sum_total = attention.no_state(ROWS, DIM)
         tiles = tl.cdiv(end - begin, TILE)
         for j in range(tiles):
             if j % leaf_tiles == 0:
-                sum_acc, sum_top, sum_total = attention.fold(sum_acc, sum_top, sum_total, acc, top, total)
-                acc, top, total = attention.no_state(ROWS, DIM)
+                acc_of_leaf = attention.whole(acc, more_acc, PAIRS)
+                sum_acc, sum_top, sum_total = attention.fold(sum_acc, sum_top, sum_total, acc_of_leaf, top, total)
+                acc, more_acc, top, total = attention.no_keys(ROWS, DIM, PAIRS)
             position = begin + j * TILE + t
             seen = (position < end) & (position >= first_seen)
             # In place of keys that are not seen, which may be NaN, one that is.
             nearest = tl.maximum(tl.minimum(position, end - 1), first_seen)
             block = tl.load(tables + row * TABLE + nearest // BLOCK).to(tl.int64)
-            key = (block * (ARRAYS * KV_HEADS) + kv_head) * (BLOCK * HEAD_DIM) + (nearest % BLOCK) * HEAD_DIM
-            products, v = attention.products_and_values(
-                queries, behind, pool + key, KV_HEADS * BLOCK * HEAD_DIM, HEAD_DIM, VALUE_DIM, DIM, LATENT, TAIL
-            )
+            key = (block * (ARRAYS * KV_HEADS) + kv_head) * (BLOCK * KEY) + (nearest % BLOCK) * KEY
+            products, v, more = attention.products_and_values(
+                queries, behind, pool + key, KV_HEADS * BLOCK * KEY,
+                HEAD_DIM, VALUE_DIM, DIM, LATENT, TAIL, PAIRS, IN_REGISTERS,
+            )  # fmt: skip
             x, FACTOR = attention.scores(products, SCALE, CAP, ALIBI)
             if ALIBI:
                 x += slope[:, None] * (position - (length - 1)).to(tl.float32)[None, :]
             x = tl.where(seen[None, :], x, float("-inf"))
-            acc, top, total = attention.add_keys(acc, top, total, x, v, FACTOR)
-        acc, top, total = attention.fold(sum_acc, sum_top, sum_total, acc, top, total)
+            acc, more_acc, top, total = attention.add_keys(acc, more_acc, top, total, x, v, more, FACTOR, PAIRS)
+        acc_of_leaf = attention.whole(acc, more_acc, PAIRS)
+        acc_of_unit, top, total = attention.fold(sum_acc, sum_top, sum_total, acc_of_leaf, top, total)
 
         # A unit that is a leaf hands its state to the one that finishes the chunk's last leaf.
         leaves = tl.load(unit + _LEAVES)
         if CUT_CHUNKS > 0 and MOST_LEAVES > 1 and leaves > 1:
             cut = tl.load(unit + _CUT)
             leaf = cut * MOST_LEAVES + tl.load(unit + _LEAF_NUMBER)
-            _put(leaf_acc, leaf_sums, leaf, group, acc, top, total, SHARE, GROUPS, ROWS, VALUE_DIM, DIM)
+            _put(leaf_acc, leaf_sums, leaf, group, acc_of_unit, top, total, SHARE, GROUPS, ROWS, VALUE_DIM, DIM)
             if _count(counters + cut * GROUPS + group) == leaves - 1:
                 all_acc, all_top, all_total = _collect(
                     leaf_acc, leaf_sums, cut * MOST_LEAVES, leaves, group, SHARE, GROUPS, ROWS, VALUE_DIM, DIM
@@ -247,7 +259,7 @@ def _decode(
                 )  # fmt: skip
         else:
             _finish_chunk(
-                acc, top, total, unit, row, group, out, lse, chunk_acc, chunk_sums, counters,
+                acc_of_unit, top, total, unit, row, group, out, lse, chunk_acc, chunk_sums, counters,
                 SHARE, KV_HEADS, GROUPS, SPLITS, ROWS, VALUE_DIM, DIM, SLOTS, CUT_CHUNKS,
             )  # fmt: skip
 

@@ -4,6 +4,9 @@
         words [columns, group / 2]:  the lower bits meet the first half of the group's inputs, the upper bits the second
         sums += ((values - zero) @ x^T) * scale
 
+A product of few rows is a chain of short steps, each of which waits for the one before longer than it computes. So
+several groups are computed side by side there, by warps of their own, whose sums are added up at the end.
+
 Values less their zero points are small integers, exact in 16 bits; scales multiply sums in float32. So are E2M1 values
 times their scales in e4m3 (NVFP4), of which more are taken at a time; what an output's are divided by divides its sum.
 """
@@ -32,20 +35,23 @@ _NV_STEP = 128
 
 @dataclass(frozen=True)
 class Config:
-    """How the kernel is cut and compiled. rows, columns: of a CTA. warps: of it. stages: groups in flight or in use.
-    splits: parts of the inputs, whose sums are added up afterwards; None chooses."""
+    """How the kernel is cut and compiled. rows, columns: of a CTA. warps: of it. stages: steps in flight or in use.
+    side: groups of a step, a power of two. splits: parts of the inputs, whose sums are added up afterwards; None
+    chooses."""
 
     rows: int
     columns: int
     warps: int
     stages: int
+    side: int = 1
     splits: int | None = None
 
 
-_SMALL = (Config(16, 64, 4, 4), Config(32, 64, 4, 3), Config(64, 64, 4, 2))
-_LARGE = (Config(16, 64, 4, 6), Config(32, 64, 4, 4), Config(64, 128, 8, 3))
+_SMALL = (Config(8, 64, 4, 4, 2), Config(16, 32, 2, 4, 2), Config(32, 64, 2, 4), Config(64, 64, 4, 2))
+_LARGE = (Config(8, 64, 4, 4, 4), Config(16, 32, 2, 4, 2), Config(32, 64, 4, 4, 2), Config(64, 128, 8, 3))
 _CONFIGS = by_shared_memory(_LARGE, _SMALL)
-"""By family of GPUs, from few rows to many. Not measured."""
+"""By family of GPUs, from few rows to many. Large ones of up to 32 rows are the best of a sweep on an H200
+(`benchmarks/product_tiles.py`)."""
 
 
 def default_config(rows: int) -> Config:
@@ -93,8 +99,10 @@ def int4_product(operands: Operands, *, group: int, dtype: Any, config: Config |
         (y,) = call(_nvfp4_product, launch, x, w, as_bits(scale), outer, out=[out], **constants)
         return y
     groups = depth // group
-    splits = config.splits or splits_of(ctas, groups)
-    constants |= {"ZEROS": zero is not None, "SPLIT": triton.cdiv(groups, splits)}
+    splits = config.splits or splits_of(ctas, groups // config.side)
+    split = triton.cdiv(triton.cdiv(groups, splits), config.side) * config.side
+    splits = triton.cdiv(groups, split)
+    constants |= {"ZEROS": zero is not None, "SPLIT": split, "SIDE": config.side}
     constants["FOURS"] = x.dtype == jnp.bfloat16 and not triton.knobs.runtime.interpret
     launch = replace(launch, grid=(ctas, splits))
     parts = jax.ShapeDtypeStruct((splits, rows, columns), dtype if splits == 1 else jnp.float32)
@@ -118,6 +126,7 @@ def _int4_product(
     COLUMNS: tl.constexpr,  # of a CTA
     ZEROS: tl.constexpr,  # whether `zero` is one
     SPLIT: tl.constexpr,  # groups of a CTA
+    SIDE: tl.constexpr,  # groups of a step, which divides SPLIT
     FOURS: tl.constexpr,  # as of `halves`
 ):
     """x: [M, K]. w: uint8 [N, K / 2]. scale: float32 [N, K / GROUP]. zero: uint8 likewise. out: [splits, M, N]."""
@@ -129,28 +138,46 @@ def _int4_product(
     inputs = x + row.to(tl.int64)[None, :] * K + inner[:, None]
     words = w + column.to(tl.int64)[:, None] * (K // 2) + inner[None, :]
     groups = column.to(tl.int64) * (K // GROUP)
+    of_inputs, of_words, of_groups = is_row[None, :], is_column[:, None], is_column
     total = tl.zeros((COLUMNS, ROWS), tl.float32)
     begin = tl.program_id(1) * SPLIT
+    last = K // GROUP - 1
     end = tl.minimum(begin + SPLIT, K // GROUP)
+    side = tl.arange(0, SIDE)
+    if SIDE > 1:
+        side = side[:, None]
+        inputs, words = inputs[None] + side[:, :, None] * GROUP, words[None] + side[:, :, None] * HALF
+        groups, of_groups = groups[None], is_column[None] & (side <= last)
+        of_inputs, of_words = of_inputs[None], of_words[None]
+        total = tl.zeros((SIDE, COLUMNS, ROWS), tl.float32)
     kind: tl.constexpr = x.dtype.element_ty
-    next_factor = tl.load(
-        scale + groups + tl.minimum(begin, K // GROUP - 1), mask=is_column, other=0.0
-    )  # read a group ahead
-    for g in range(begin, end):
+    # Scales are read a step ahead. Behind the last group they are 0, and the last is multiplied once more.
+    next_factor = tl.load(scale + groups + tl.minimum(begin + side, last), mask=of_groups, other=0.0)
+    for g in range(begin, end, SIDE):
         factor = next_factor
-        next_factor = tl.load(scale + groups + tl.minimum(g + 1, K // GROUP - 1), mask=is_column, other=0.0)
-        packed = tl.load(words + g * HALF, mask=is_column[:, None], other=0)
+        ahead = g + SIDE + side
+        next_factor = tl.load(scale + groups + tl.minimum(ahead, last), mask=is_column & (ahead <= last), other=0.0)
+        of_weights, of_x = of_words, of_inputs
+        if SIDE > 1 and (K // GROUP) % SIDE != 0:
+            is_there = (g + side <= last)[:, :, None]
+            of_weights, of_x = of_words & is_there, of_inputs & is_there
+        packed = tl.load(words + g * HALF, mask=of_weights, other=0)
         lower, upper = halves(packed, kind, FOURS)
         if ZEROS:
-            less = (tl.load(zero + groups + g, mask=is_column, other=0).to(tl.float32) - 8.0).to(kind)[:, None]
+            zeros = tl.load(zero + groups + tl.minimum(g + side, last), mask=of_groups, other=0)
+            less = tl.expand_dims((zeros.to(tl.float32) - 8.0).to(kind), -1)
             lower, upper = lower - less, upper - less
-        first = tl.load(inputs + g * GROUP, mask=is_row[None, :], other=0.0)
-        second = tl.load(inputs + g * GROUP + HALF, mask=is_row[None, :], other=0.0)
+        first = tl.load(inputs + g * GROUP, mask=of_x, other=0.0)
+        second = tl.load(inputs + g * GROUP + HALF, mask=of_x, other=0.0)
         part = tl.dot(lower, first)
         part = tl.dot(upper, second, part)
-        total += part * factor[:, None]
+        total += part * tl.expand_dims(factor, -1)
+    if SIDE > 1:
+        whole = tl.sum(total, axis=0)
+    else:
+        whole = total
     target = out + tl.program_id(1).to(tl.int64) * (M * N) + row.to(tl.int64)[None, :] * N + column[:, None]
-    tl.store(target, total.to(out.dtype.element_ty), mask=is_column[:, None] & is_row[None, :])
+    tl.store(target, whole.to(out.dtype.element_ty), mask=is_column[:, None] & is_row[None, :])
 
 
 @triton.jit

@@ -80,7 +80,8 @@ _HOPPER = _AMPERE | {
     (128, 2): Config(rows=128, block_kv=64, warps=4, stages=3),
 }
 _EIGHT_WARPS = Config(rows=128, block_kv=64, warps=8, stages=3, registers=128)
-"""On Hopper in place of four warps where a tile has more than 8 heads: those would spill inside their loop."""
+"""On Hopper in place of four warps where a tile has more than 8 heads, which would spill inside their loop, and over
+pools in e4m3: there these spill a few registers, and are still a fifth to a third faster than what does not."""
 _CONFIGS = {80: _AMPERE, 86: _AMPERE, 90: _HOPPER, 100: _AMPERE, 120: _AMPERE}
 """By family of GPUs; padded head_dim, and bytes of a number. Hopper's of head_dim 128 in 16 bits is
 the best of a sweep on an H200 (`benchmarks/triton_tiles.py`)."""
@@ -102,8 +103,10 @@ def default_config(head_dim: int, itemsize: int, plain: bool, places: int, *, wi
     a tile's heads (`heads_of_a_tile`). widens: keys and values have fewer bytes."""
     padded = max(64, triton.next_power_of_2(head_dim))
     config = for_family(_CONFIGS)[padded, itemsize]
+    if plain and config is _HOPPER[128, 2] and (places > 8 or widens):
+        return _EIGHT_WARPS
     if plain and not widens:
-        return _EIGHT_WARPS if config is _HOPPER[128, 2] and places > 8 else config
+        return config
     # Wider numbers need registers, and so do slopes, caps and edges.
     block_kv = config.block_kv if plain else min(config.block_kv, 32)
     warps = 8 if widens or padded > 64 else config.warps
@@ -176,7 +179,7 @@ def ragged_attention(
         BLOCK=block_size,
         TABLE=block_tables.shape[1],
         CAUSAL=causal,
-        **attention.column_constants(head_dim, features, latent),
+        **attention.column_constants(head_dim, features, kv_pool),
         **attention.score_constants(features, alibi_slopes),
     )
     return out, lse
@@ -189,6 +192,7 @@ def _attend(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, TILE_HEADS: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, BLOCK: tl.constexpr, TABLE: tl.constexpr, CAUSAL: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DIM: tl.constexpr, LATENT: tl.constexpr, TAIL: tl.constexpr,
+    PAIRS: tl.constexpr, IN_REGISTERS: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     tile, unit = tl.program_id(0), tl.program_id(1)
@@ -206,17 +210,20 @@ def _attend(
     kv_head = unit * TILE_HEADS // (HEADS // KV_HEADS)
     is_query = (token >= first) & (token < end) & (in_unit < TILE_HEADS)
     at = q + (token.to(tl.int64) * HEADS + head) * HEAD_DIM
-    queries, behind = attention.load_queries(at, is_query, HEAD_DIM, VALUE_DIM, DIM, TAIL)
+    queries, behind = attention.load_queries(at, is_query, HEAD_DIM, VALUE_DIM, DIM, TAIL, PAIRS)
     slope = tl.load(slopes + head, mask=is_query, other=0.0) * 1.4426950408889634 if ALIBI else 0.0
     position = token + shift if CAUSAL else tl.zeros_like(token) + (kv_len - 1)
     # Below this no query of the tile sees a key.
     first_seen = 0 if WINDOW is None else (first + shift if CAUSAL else kv_len - 1) - WINDOW + 1
 
-    keys = pool + kv_head * (BLOCK * HEAD_DIM)
+    if PAIRS:
+        pool = pool.to(tl.pointer_type(tl.uint16), bitcast=True)
+    keys = pool + kv_head * (BLOCK * (HEAD_DIM // 2 if PAIRS else HEAD_DIM))
     tables += row * TABLE
     acc, top, total = _attend_steps(
         lo, lo_full, hi_full, hi, queries, behind, keys, tables, position, slope, first_seen, kv_len,
-        ROWS, KV_HEADS, KEYS, BLOCK, HEAD_DIM, VALUE_DIM, DIM, LATENT, TAIL, SCALE, CAP, ALIBI, WINDOW,
+        ROWS, KV_HEADS, KEYS, BLOCK, HEAD_DIM, VALUE_DIM, DIM, LATENT, TAIL, PAIRS, IN_REGISTERS,
+        SCALE, CAP, ALIBI, WINDOW,
     )  # fmt: skip
     o, s = attention.result(acc, top, total)
     # Read again, so that the loops need not hold them in registers.
@@ -232,24 +239,26 @@ def _attend(
 def _attend_steps(
     lo, lo_full, hi_full, hi, queries, behind, pool, tables, position, slope, first_seen, kv_len,
     ROWS: tl.constexpr, KV_HEADS: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, DIM: tl.constexpr, LATENT: tl.constexpr, TAIL: tl.constexpr, SCALE: tl.constexpr,
-    CAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
+    VALUE_DIM: tl.constexpr, DIM: tl.constexpr, LATENT: tl.constexpr, TAIL: tl.constexpr, PAIRS: tl.constexpr,
+    IN_REGISTERS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """The state of a tile's softmax over steps `lo` to `hi` of keys, of which those from `lo_full` to `hi_full` need no
     mask. One loop for all: a loop each would fill its pipeline of loads anew."""
     ARRAYS: tl.constexpr = 1 if LATENT else 2
+    KEY: tl.constexpr = HEAD_DIM // 2 if PAIRS else HEAD_DIM
     t = tl.arange(0, KEYS)
-    acc, top, total = attention.no_state(ROWS, DIM)
+    acc, more_acc, top, total = attention.no_keys(ROWS, DIM, PAIRS)
     for step in range(lo, hi):
         # In place of keys that nobody sees, which may be NaN, one that somebody sees.
         key = tl.minimum(step * KEYS + t, kv_len - 1)
         if WINDOW is not None:
             key = tl.maximum(key, first_seen)
         block = tl.load(tables + key // BLOCK).to(tl.int64)
-        at = block * (ARRAYS * KV_HEADS * BLOCK * HEAD_DIM) + (key % BLOCK) * HEAD_DIM
-        products, v = attention.products_and_values(
-            queries, behind, pool + at, KV_HEADS * BLOCK * HEAD_DIM, HEAD_DIM, VALUE_DIM, DIM, LATENT, TAIL
-        )
+        at = block * (ARRAYS * KV_HEADS * BLOCK * KEY) + (key % BLOCK) * KEY
+        products, v, more = attention.products_and_values(
+            queries, behind, pool + at, KV_HEADS * BLOCK * KEY,
+            HEAD_DIM, VALUE_DIM, DIM, LATENT, TAIL, PAIRS, IN_REGISTERS,
+        )  # fmt: skip
         x, FACTOR = attention.scores(products, SCALE, CAP, ALIBI)
         if ALIBI:
             x -= slope[:, None] * _room(position, step, t, KEYS).to(tl.float32)
@@ -259,8 +268,8 @@ def _attend_steps(
             if WINDOW is not None:
                 seen &= room < WINDOW
             x = tl.where(seen, x, float("-inf"))
-        acc, top, total = attention.add_keys(acc, top, total, x, v, FACTOR)
-    return acc, top, total
+        acc, more_acc, top, total = attention.add_keys(acc, more_acc, top, total, x, v, more, FACTOR, PAIRS)
+    return attention.whole(acc, more_acc, PAIRS), top, total
 
 
 @triton.jit
