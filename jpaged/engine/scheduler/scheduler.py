@@ -328,13 +328,14 @@ class Scheduler:
         return self.config.footprint.alone(leader.prompt_len, leader.max_len, group.num_together)
 
     def take_memory_anew(self) -> None:
-        """Learns which blocks have memory, which others may have changed, and that none is mapped in any slot. No block
-        is referenced.
+        """Learns which blocks have memory, which others may have changed, and that none is mapped in any slot, nor any
+        constraint's table on the device. No block is referenced.
 
         Raises:
             OutOfMemoryError: the device has no memory for the blocks of the longest sequence.
         """
         self.slots.forget_former_tenants()
+        self._dependents.forget_device()
         if self.elastic is not None:
             self.elastic.restart()
 
