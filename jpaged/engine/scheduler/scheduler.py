@@ -402,8 +402,8 @@ class Scheduler:
                 if member.swap is not None:
                     stood, others = member.swap.members[0], list(member.swap.members)
                     self.swap_space.discard(member.swap)
-                    for other in others:
-                        if other is not stood:
+                    for other in group.waiting():  # of a group that runs together the leader stands for all
+                        if other in others and other is not stood:
                             self._waiting.push(other)
         self._pins.unpin_all()
         if self.pool.cache is not None:
