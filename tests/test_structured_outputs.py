@@ -105,14 +105,39 @@ def test_a_table_leads_to_the_answers_that_the_host_leads_to(llm):
 
     of_host, num_requests_by_table = found()
     assert num_requests_by_table < len(params)
-    compiled = [llm.engine._grammars.compile(one).result() for one in constraints]
+    wait_for_tables(llm.engine, constraints)
+    for one in constraints:  # with nothing beside it, the device gets the whole table
+        answers(llm, sampling(one, max_tokens=1))
+    assert found() == (of_host, len(params))
+
+
+def test_engines_that_take_turns_each_find_their_own_tables(llm):
+    """What the device has of the one's tables is lost when the other has run."""
+    patterns = "(yes|no), [0-9]{4}!", "[a-c]{3}x{9,12}"
+    args = EngineArgs(**DEMO_ENGINE, verbose=False)
+    engines = {pattern: LLMEngine(args, llm.engine.startup) for pattern in patterns}
+
+    def check(pattern: str) -> None:
+        params = sampling(Structured(regex=pattern), temperature=ANYTHING, seed=1, n=8)
+        engines[pattern].add_request("0", PROMPT, params)
+        while engines[pattern].has_unfinished_requests():
+            outputs = engines[pattern].step()
+        assert all(re.fullmatch(pattern, one.text) for one in outputs[0].outputs)
+
+    for pattern, engine in engines.items():
+        check(pattern)
+        wait_for_tables(engine, [Structured(regex=pattern)])
+    for pattern in (*patterns, patterns[0]):
+        check(pattern)
+    assert [engine.get_metrics().num_requests_by_table for engine in engines.values()] == [2, 1]
+
+
+def wait_for_tables(engine: LLMEngine, constraints: list[Structured]) -> None:
+    compiled = [engine._grammars.compile(one).result() for one in constraints]
     ends = time.monotonic() + 60
     while any(grammar.table is None for grammar in compiled):
         assert time.monotonic() < ends, "there is no table"
         time.sleep(0.05)
-    for one in constraints:  # with nothing beside it, the device gets the whole table
-        answers(llm, sampling(one, max_tokens=1))
-    assert found() == (of_host, len(params))
 
 
 def test_answers_validate_against_random_schemas_at_every_temperature(llm):

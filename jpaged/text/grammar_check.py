@@ -33,7 +33,7 @@ def _serve(sock: socket.socket) -> None:
         return
     try:
         tokenizer = llguidance.LLTokenizer(told["json"], told["vocab_size"], told["eos_token_ids"])
-    except Exception as error:  # whatever the bindings raise
+    except BaseException as error:  # whatever the bindings raise: a panic is no Exception
         write_frame(sock, str(error).encode() or type(error).__name__.encode())
         return
     write_frame(sock, b"")

@@ -58,9 +58,7 @@ class GrammarTokenizer:
     def of(cls, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> "GrammarTokenizer":
         """Of a tokenizer that is loaded."""
         text = tokenizer.to_json()
-        if tokenizer.vocab_size > vocab_size:
-            text = _of_logits(text, json.loads(text), vocab_size)
-        return cls(text, vocab_size, tuple(eos_token_ids))
+        return cls(_of_logits(text, json.loads(text), vocab_size), vocab_size, tuple(eos_token_ids))
 
     @classmethod
     def read(
@@ -92,7 +90,9 @@ class GrammarTokenizer:
         self.check()
         try:
             return LLTokenizer(self.json, self.vocab_size, list(self.eos_token_ids))
-        except Exception as error:  # whatever the bindings raise
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # whatever the bindings raise: a panic is no Exception
             raise _unusable(str(error)) from error
 
     def check(self) -> None:
@@ -102,13 +102,25 @@ class GrammarTokenizer:
 
 
 def _of_logits(text: str, whole: dict[str, Any], vocab_size: int) -> str:
-    """A tokenizer.json without added tokens that the model has no logits for, which llguidance refuses. Gemma 3's 1B
-    has one, for images. whole: what the text says.
+    """A tokenizer.json as llguidance can use it. whole: what the text says.
+
+    Added tokens that the model has no logits for are left out: Gemma 3's 1B has one, for images. Ids between those of
+    tokens, as GPT-4's vocabulary has them, become special tokens, which never follow: llguidance counts the tokens, and
+    takes ids to be less than that.
     """
     kept = [token for token in whole["added_tokens"] if token["id"] < vocab_size]
-    if len(kept) == len(whole["added_tokens"]):
+    model = whole["model"]
+    vocab = model["vocab"] if isinstance(model.get("vocab"), dict) else {}  # Unigram's is a list, in the ids' order
+    known = set(vocab.values())
+    holes = {f"<|no token {i}|>": i for i in range(min(vocab_size, max(known, default=0))) if i not in known}
+    if not holes and len(kept) == len(whole["added_tokens"]):
         return text
-    return json.dumps(whole | {"added_tokens": kept}, ensure_ascii=False)
+    if holes:
+        kinds = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+        kept += [{"id": i, "content": content, **kinds} for content, i in holes.items()]
+        kept.sort(key=lambda token: int(token["id"]))
+        model = model | {"vocab": vocab | holes}
+    return json.dumps(whole | {"added_tokens": kept, "model": model}, ensure_ascii=False)
 
 
 def _unusable(error: str) -> InvalidParameterError:

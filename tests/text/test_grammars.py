@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tokenizers
 
 from jpaged.api.errors import InvalidParameterError, JPagedError
 from jpaged.api.structured_outputs import FEW_TOKENS
@@ -128,6 +129,40 @@ def test_added_tokens_that_the_model_has_no_logits_for_are_left_out(given, tmp_p
     for found in (of_files, GrammarTokenizer.of(loaded, VOCAB_SIZE, (EOS,))):
         assert json.loads(found.json) == json.loads(given.json)
         assert found.make().vocab_size == VOCAB_SIZE
+
+
+def test_ids_that_no_token_has_are_never_allowed(given):
+    """GPT-4's vocabulary has such holes."""
+    whole = json.loads(given.json)
+    whole["model"]["vocab"] = {text: i + 20 * (i > 2000) for text, i in whole["model"]["vocab"].items()}
+    last = 1 + max(whole["model"]["vocab"].values())
+    end = whole["added_tokens"][0] | {"id": last, "content": "<end>"}  # behind more tokens than there are
+    whole["model"]["vocab"]["<end>"] = last
+    whole["added_tokens"].append(end)
+    holed = tokenizers.Tokenizer.from_str(json.dumps(whole))
+    size = last + 5
+    found = GrammarTokenizer.of(SimpleNamespace(to_json=holed.to_str), size, (last,))
+    check = GrammarCheck(lambda: found, size)
+    check.check(Structured(regex="(.|\n)+"))
+    ll = found.make()
+    vocabulary = Vocabulary.of(size, (last,), -(-size // 32))
+    guide = Guide(FollowedGrammar(ll, grammars.grammar_text(Structured(regex="(.|\n)+"))), vocabulary, False, False)
+    mask = np.zeros((-(-size // 32),), np.uint32)
+    guide.make_mask(mask)
+    every = allowed(mask)
+    assert not set(every) & set(range(2001, 2021))
+    assert {2000, 2021, last - 1} <= set(every)
+
+
+def test_a_panic_of_the_grammar_library_is_a_sentence_about_the_tokenizer(given):
+    whole = json.loads(given.json)
+    whole["model"]["vocab"]["end"] = 5000  # behind more tokens than there are
+    whole["added_tokens"].append(whole["added_tokens"][0] | {"id": 5000, "content": "end", "special": False})
+    panicking = GrammarTokenizer(json.dumps(whole), 5010, (EOS,))
+    with pytest.raises(InvalidParameterError, match="this tokenizer"):
+        panicking.make()
+    with pytest.raises(InvalidParameterError, match="this tokenizer"):
+        GrammarCheck(lambda: panicking, 5010).check(Structured(regex="a"))
 
 
 def test_what_can_only_come_one_way_is_forced_from_the_first_token_on(compiler, tokenizer):

@@ -227,6 +227,9 @@ class DependentRows(ABC):
         """Waits until a row becomes ready or a request may queue, or for a moment. False: none will by itself."""
         return False
 
+    def forget_device(self) -> None:  # noqa: B027  # most kinds tell the device nothing but of sequences
+        """What the device was told is there no more: another engine has run on it. No sequence has a slot."""
+
     def close(self) -> None:  # noqa: B027  # most kinds hold nothing
         """Nothing will be planned any more."""
 
@@ -279,6 +282,11 @@ class Dependents:
         kind = self._kind_of.get(request.request_id)
         if kind is not None and kind.hand_over(request, others_run):
             self.forget(request)
+
+    def forget_device(self) -> None:
+        """As `DependentRows.forget_device`."""
+        for kind in self._kinds.values():
+            kind.forget_device()
 
     def collect(self) -> list[Confirmed]:
         """As `DependentRows.collect`."""

@@ -436,6 +436,10 @@ class ConstrainedRows(DependentRows):
                 break
         return True
 
+    def forget_device(self) -> None:
+        """No table is on the device."""
+        self._tables = Tables(TABLE_ROOM)
+
     def close(self) -> None:
         """Ends what follows the grammars."""
         self._maker.close()

@@ -328,13 +328,14 @@ class Scheduler:
         return self.config.footprint.alone(leader.prompt_len, leader.max_len, group.num_together)
 
     def take_memory_anew(self) -> None:
-        """Learns which blocks have memory, which others may have changed, and that none is mapped in any slot. No block
-        is referenced.
+        """Learns which blocks have memory, which others may have changed, and that none is mapped in any slot, nor any
+        constraint's table on the device. No block is referenced.
 
         Raises:
             OutOfMemoryError: the device has no memory for the blocks of the longest sequence.
         """
         self.slots.forget_former_tenants()
+        self._dependents.forget_device()
         if self.elastic is not None:
             self.elastic.restart()
 
@@ -401,8 +402,8 @@ class Scheduler:
                 if member.swap is not None:
                     stood, others = member.swap.members[0], list(member.swap.members)
                     self.swap_space.discard(member.swap)
-                    for other in others:
-                        if other is not stood:
+                    for other in group.waiting():  # of a group that runs together the leader stands for all
+                        if other in others and other is not stood:
                             self._waiting.push(other)
         self._pins.unpin_all()
         if self.pool.cache is not None:

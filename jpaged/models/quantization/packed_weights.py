@@ -102,8 +102,8 @@ class PackedWeights(Scheme):
             BadTensor: a group does not have as many inputs as it should, or the scheme has no act-order.
         """
         groups = self.groups(layer)
-        counts = np.bincount(index, minlength=groups) if index.size and index.min() >= 0 else np.empty(0)
-        if counts.size != groups or np.any(counts != layer.inputs // groups):
+        are_known = index.size and index.min() >= 0 and index.max() < groups
+        if not are_known or np.any(np.bincount(index, minlength=groups) != layer.inputs // groups):
             raise BadTensor(name, f"does not put {layer.inputs // groups} inputs into each of {groups} groups")
         order = np.argsort(index, kind="stable").astype(np.int32)
         if np.array_equal(order, np.arange(layer.inputs)):

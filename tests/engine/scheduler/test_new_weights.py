@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.engine.helpers import Engine, make_request, make_search, name_of
+from tests.engine.helpers import Engine, assert_found, make_request, make_search, name_of
 from tests.engine.scheduler.test_resuming import KINDS
 
 OPTIONS = {"max_num_seqs": 8, "num_blocks": 48, "max_num_batched_tokens": 24, "num_swap_chunks": 8}
@@ -47,6 +47,22 @@ def test_requests_have_the_tokens_that_they_would_have_had_whenever_weights_come
         engine.run()
         assert tokens_of(running) == calm
         engine.assert_idle()
+
+
+@pytest.mark.parametrize("in_flight", ["recompute", "continue"])
+def test_a_search_that_is_swapped_out_when_weights_come_gets_its_slots_once(in_flight):
+    engine, search = Engine(**OPTIONS | {"max_num_seqs": 16}), make_search("s", 6, 3, 12)
+    engine.add(search, make_request("r", 5, 12))
+    while not search.group.is_ready:
+        engine.step()
+    engine.preempt(search, "swap")
+    assert all(member.swap is not None for member in search.group.members)
+    engine.core.take_new_weights(in_flight)
+    engine.step()
+    assert engine.scheduler.slots.num_used == 4
+    engine.run()
+    assert_found(search)
+    engine.assert_idle()
 
 
 def test_what_goes_on_with_old_keys_and_values_shares_them_with_nobody_until_it_has_computed_them_again():

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -603,6 +604,21 @@ def test_an_order_of_inputs_that_cannot_be_is_named(plain, tmp_path):
     unsaid = quantized_checkpoint(plain[LLAMA], tmp_path / "unsaid", "gptq-act-order", desc_act=False)
     with pytest.raises(CheckpointError, match=r"reorders inputs, which config.json says nothing of"):
         load(unsaid)
+
+
+@pytest.mark.parametrize("layout", ["gptq-act-order", "gptq-8-bits"])
+def test_a_group_of_inputs_with_a_huge_number_takes_no_memory_for_all_groups_below_it(layout, plain, tmp_path):
+    directory = quantized_checkpoint(plain[LLAMA], tmp_path / "quantized", layout)
+    tensors, name = read_tensors(directory / "model.safetensors"), "model.layers.1.self_attn.k_proj.g_idx"
+    tensors[name][0] = 2**31 - 1
+    write_tensors(directory / "model.safetensors", tensors)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=f"'{name}' does not put 32 inputs"):
+            load(directory)
+        assert tracemalloc.get_traced_memory()[1] < 2**30
+    finally:
+        tracemalloc.stop()
 
 
 def test_eight_bits_that_are_not_supported_are_refused_by_name(plain, tmp_path):
