@@ -3,6 +3,7 @@
 import argparse
 import statistics
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,8 +50,9 @@ def make_structured_llm(args: argparse.Namespace) -> LLM:
 
 
 def measure_structured(llm: LLM, requests: list[BenchRequest], workload: Workload, runs: int, share: float) -> dict:
-    """Runs the requests `runs` times after a warm-up, this share of them with the schema, evenly spread; and then once
-    those without it alone. Timed runs begin when the schema's table is there, as for all but its first requests.
+    """Runs the requests `runs` times after a warm-up, this share of them with the schema, evenly spread; then once with
+    as many tokens of each, none with the schema; and then once those without it alone. Timed runs begin when the
+    schema's table is there, as for all but its first requests.
     """
     is_constrained = [int((i + 1) * share) > int(i * share) for i in range(len(requests))]
     params = [_params(*one, workload) for one in zip(requests, is_constrained, strict=True)]
@@ -82,6 +84,8 @@ def measure_structured(llm: LLM, requests: list[BenchRequest], workload: Workloa
                 "num_fulfilled": sum(one.outputs[0].finish_reason == "stop" for one in with_schema),
             }
         )
+    lengths = [len(output.outputs[0].token_ids) for output in outputs]
+    same_lengths = _run_plain(llm, requests, lengths, is_constrained, workload)
     alone = None
     if share < 1:
         llm.reset_prefix_cache()
@@ -95,9 +99,23 @@ def measure_structured(llm: LLM, requests: list[BenchRequest], workload: Workloa
         "first_run_s": first_s,
         "table_s": table_s,
         "runs": timed,
+        "same_lengths": same_lengths,
         "free_alone": alone,
         "output_tokens_per_s": statistics.median(rates),
     }
+
+
+def _run_plain(
+    llm: LLM, requests: list[BenchRequest], lengths: list[int], is_constrained: list[bool], workload: Workload
+) -> dict[str, Any]:
+    """A run without the schema, whose requests have so many tokens each. free: of those that never had it."""
+    llm.reset_prefix_cache()
+    params = [_params(replace(one, output_len=n), False, workload) for one, n in zip(requests, lengths, strict=True)]
+    begun, begun_clock = time.perf_counter(), time.monotonic()
+    outputs = llm.generate([request.prompt_token_ids for request in requests], params, use_tqdm=False)
+    seconds = time.perf_counter() - begun
+    without = [output for output, yes in zip(outputs, is_constrained, strict=True) if not yes]
+    return {"seconds": seconds, "output_tokens": _tokens(outputs), "free": _until_the_last(without, begun_clock)}
 
 
 def _wait_for_table(llm: LLM, prompt: list[int], params: SamplingParams) -> float | None:
@@ -140,9 +158,14 @@ def structured_row(figure: dict, free_rate: float) -> str:
         f"{figure['name']}: {figure['num_constrained']} of {figure['num_prompts']} requests with a schema: {rate:,.0f} "
         f"output tokens/s, {rate / free_rate:.2f} of the rate without; {ended}"
     )
+    plain = figure["same_lengths"]
+    plain_rate = plain["output_tokens"] / plain["seconds"]
+    text += f"; {rate / plain_rate:.2f} of {plain_rate:,.0f}, the rate of answers as long without a schema"
     if figure["free_alone"] is not None:
-        beside, alone = (one["output_tokens"] / one["seconds"] for one in (last["free"], figure["free_alone"]))
-        text += f"; those without had {beside:,.0f} tokens/s until the last of them ended, and alone {alone:,.0f}"
+        parts = last["free"], plain["free"], figure["free_alone"]
+        beside, plain_beside, alone = (one["output_tokens"] / one["seconds"] for one in parts)
+        text += f"; those without had {beside:,.0f} tokens/s until the last of them ended, {plain_beside:,.0f} where"
+        text += f" none had a schema, and {alone:,.0f} alone"
     return text
 
 

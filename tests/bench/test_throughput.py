@@ -101,6 +101,8 @@ def test_a_workload_is_measured_with_and_without_a_schema(tmp_path, capsys):
     assert run["free"]["output_tokens"] == half["free_alone"]["output_tokens"] == 80
     assert 2 <= run["constrained"]["output_tokens"] <= 80
     assert run["output_tokens"] == run["constrained"]["output_tokens"] + 80
+    assert half["same_lengths"]["output_tokens"] == run["output_tokens"]
+    assert half["same_lengths"]["free"]["output_tokens"] == 80
     assert half["output_tokens_per_s"] == pytest.approx(run["output_tokens"] / run["seconds"])
     assert unseen["count"] == 3
     assert unseen["first_token_ms"]["max"] >= unseen["first_token_ms"]["p50"] > 0 < unseen["first_token_free_ms"]["p50"]
