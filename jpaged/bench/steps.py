@@ -1,9 +1,9 @@
 """`jpaged bench steps`: what a decode step costs at several batch sizes, and which kernels it goes to.
 
 Each batch size gets as many requests of one context length. Once all of them decode, steps are timed through the whole
-engine (scheduler, dispatch, reading tokens), and then recorded by JAX's profiler. The floor is the bytes that a step
-must move over the card's read bandwidth: weights, of experts those that its tokens touch; keys and values or latents
-within the window of each layer; states of recurrent layers.
+engine (scheduler, dispatch, reading tokens), and then recorded by JAX's profiler. The floor is what a step must do, at
+the card's rates: read its weights, of experts those that its tokens touch, or multiply with them, whichever takes
+longer, and move keys and values or latents within the window of each layer, and states of recurrent layers.
 
     wall     time of a step, by the clock, steps following one another as they do when serving
     busy     time in which the device ran a kernel, of a step recorded by the profiler
@@ -25,7 +25,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -89,6 +89,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--read-gb-per-s", type=float, default=4424.0, help="the card's read bandwidth in GB/s, for the floor"
     )
+    result.add_argument("--tflops", type=float, default=790.0, help="its TFLOP/s in 16 bits, likewise")
     result.add_argument("--top", type=int, default=12, help="kernels to print")
     result.add_argument("--trace", type=Path, help="keep the profiler's trace here (it opens in Perfetto)")
     return result
@@ -175,7 +176,7 @@ def measure(engine: LLMEngine, batch: int, args: argparse.Namespace) -> dict[str
     steps = args.steps // 2 * args.tensor_parallel_size  # as many on each device
     while engine.has_unfinished_requests():
         engine.step()
-    bytes_per_s = args.tensor_parallel_size * args.read_gb_per_s * 1e9
+    bytes_per_s, flops = (args.tensor_parallel_size * rate for rate in (args.read_gb_per_s * 1e9, args.tflops * 1e12))
     table = sorted(
         ({"name": name, "ms": ms / steps, "count": count / steps} for name, (ms, count) in kernels.items()),
         key=lambda kernel: -kernel["ms"],
@@ -186,37 +187,65 @@ def measure(engine: LLMEngine, batch: int, args: argparse.Namespace) -> dict[str
         "wall_ms": statistics.median(groups),
         "wall_least_ms": min(groups),
         "wall_most_ms": max(groups),
-        "floor_ms": 1e3 * step_bytes(engine, batch, args.context) / bytes_per_s,
+        "floor_ms": 1e3 * step_work(engine, batch, args.context).floor_s(bytes_per_s, flops),
         "busy_ms": sum(kernel["ms"] for kernel in table),
         "launches": sum(kernel["count"] for kernel in table),
         "kernels": table,
     }
 
 
-def step_bytes(engine: LLMEngine, batch: int, context: int) -> int:
-    """Bytes that all devices together have to move in a decode step of `batch` rows, each behind `context` tokens:
+class StepWork(NamedTuple):
+    """What all devices together have to do in a decode step of `batch` rows.
 
-    - the weights once, without an untied embedding, of which rows are looked up; of a mixture of experts those that so
-      many tokens are expected to have (`experts_touched`);
+    dense, experts: bytes of weights that are read; of a mixture of experts those that so many tokens are expected to
+        have (`experts_touched`).
+    cache: bytes that are moved of what layers keep.
+    dense_ops, expert_ops: operations with these weights. In 16 bits they are twice the weights times the rows of each,
+        which is bytes times rows. In 8 bits tensor cores are twice as fast, so that bytes times rows count alike; in 4
+        bits that is less than what is done.
+    """
+
+    dense: float
+    experts: float
+    cache: float
+    dense_ops: float
+    expert_ops: float
+
+    @property
+    def bytes(self) -> int:
+        return round(self.dense + self.experts + self.cache)
+
+    def floor_s(self, bytes_per_s: float, flops: float) -> float:
+        """Seconds, at rates of reading memory and of operations in 16 bits."""
+        weights = ((self.dense, self.dense_ops), (self.experts, self.expert_ops))
+        return sum(max(read / bytes_per_s, ops / flops) for read, ops in weights) + self.cache / bytes_per_s
+
+
+def step_work(engine: LLMEngine, batch: int, context: int) -> StepWork:
+    """The work of a step of `batch` rows, each behind `context` tokens. It reads
+
+    - the weights once, without an untied embedding, of which rows are looked up;
     - of each layer what it keeps of a row's tokens: keys and values, or latents, of those within its window;
     - of recurrent layers the states, which are read and written.
     """
     model = engine.startup.model
     config, itemsize = model.config, np.dtype(model.dtype).itemsize
-    weights = float(model.num_bytes)
+    dense, experts, touched, expert_ops = float(model.num_bytes), 0, 0.0, 0.0
     if not config.tie_word_embeddings:
-        weights -= itemsize * config.vocab_size * config.hidden_size
+        dense -= itemsize * config.vocab_size * config.hidden_size
     if isinstance(config, SparseConfig) and config.num_experts:
         experts = sum(
             math.prod(array.shape) * array.dtype.itemsize
             for name, array in zip(model.parameter_names, model.abstract_weights, strict=True)
             if ".experts." in name
         )
-        weights -= experts * (1 - experts_touched(config.routing, config.num_experts, batch) / config.num_experts)
+        touched = experts * experts_touched(config.routing, config.num_experts, batch) / config.num_experts
+        expert_ops = experts * batch * config.routing.per_token / config.num_experts
+    dense -= experts
     row = 0
     for layer in cache_spec(model, engine.startup.config.kv_scales):
         if isinstance(layer, StateCache):
             row += 2 * layer.state.num_bytes(layer.dtype.itemsize)
         else:
             row += kernel_block_bytes(layer, context if layer.window is None else min(context, layer.window))
-    return round(weights + batch * row)
+    return StepWork(dense, touched, batch * row, dense * batch, expert_ops)

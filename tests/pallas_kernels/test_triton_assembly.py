@@ -1,4 +1,4 @@
-"""The PTX that widens 4-bit weights in Triton kernels, instruction by instruction, over every byte."""
+"""The PTX that widens 4-bit weights and pairs of e4m3 in Triton kernels, by instructions, over every byte."""
 
 import re
 
@@ -11,23 +11,23 @@ from jpaged.pallas_kernels.registry import missing
 if missing("triton") is not None:
     pytest.skip(str(missing("triton")), allow_module_level=True)
 
-from jpaged.pallas_kernels.common import triton_int4
+from jpaged.pallas_kernels.common import triton_fp8, triton_int4
 
 BFLOAT16 = ml_dtypes.bfloat16
 
 
-def pairs(word: int) -> np.ndarray:
-    return np.array([word & 0xFFFF, word >> 16], np.uint16).view(BFLOAT16)
+def pairs(word: int, dtype: type = BFLOAT16) -> np.ndarray:
+    return np.array([word & 0xFFFF, word >> 16], np.uint16).view(dtype)
 
 
-def run(assembly: str, outputs: int, word: int) -> list[np.ndarray]:
-    """What the instructions that are used here make of a register: bfloat16 [2] of each output."""
+def run(assembly: str, outputs: int, word: int, dtype: type = BFLOAT16) -> list[np.ndarray]:
+    """What the instructions that are used here make of a register: dtype [2] of each output."""
     registers = {f"${outputs}": word}
 
     def value(name: str) -> int:
         return registers[name] if name in registers else int(name, 0)
 
-    for line in re.findall(r"^ *((?:mov|prmt|shr|lop3|fma)\S*) (.*);$", assembly, re.MULTILINE):
+    for line in re.findall(r"^ *((?:mov|prmt|shl|shr|and|lop3|fma)\S*) (.*);$", assembly, re.MULTILINE):
         name, (target, *operands) = line[0], line[1].split(", ")
         given = [value(operand) for operand in operands]
         match name:
@@ -38,17 +38,21 @@ def run(assembly: str, outputs: int, word: int) -> list[np.ndarray]:
                 found = sum(of_bytes[given[2] >> 4 * i & 0xF] << 8 * i for i in range(4))
             case "shr.b32":
                 found = given[0] >> given[1]
+            case "shl.b32":
+                found = given[0] << given[1] & 0xFFFFFFFF
+            case "and.b32":
+                found = given[0] & given[1]
             case "lop3.b32":
                 assert given[3] == 0xF0 & 0xCC | 0xAA
                 found = given[0] & given[1] | given[2]
-            case "fma.rn.bf16x2":
-                a, b, c = (pairs(one).astype(np.float64) for one in given)
-                low, high = (a * b + c).astype(BFLOAT16).view(np.uint16).tolist()
+            case "fma.rn.bf16x2" | "fma.rn.f16x2":
+                a, b, c = (pairs(one, dtype).astype(np.float64) for one in given)
+                low, high = (a * b + c).astype(dtype).view(np.uint16).tolist()
                 found = low | high << 16
             case _:
                 raise AssertionError(f"{name} is not known here")
         registers[target] = found
-    return [pairs(registers[f"${i}"]) for i in range(outputs)]
+    return [pairs(registers[f"${i}"], dtype) for i in range(outputs)]
 
 
 WORDS = [(np.arange(4) * 64 + first) % 256 for first in range(256)]  # every byte in every place
@@ -60,3 +64,17 @@ def test_both_halves_of_a_byte_are_widened_less_eight():
         lower, upper = np.concatenate(found[:2]), np.concatenate(found[2:])
         np.testing.assert_array_equal(lower.astype(int), (given & 15) - 8)
         np.testing.assert_array_equal(upper.astype(int), (given >> 4) - 8)
+
+
+@pytest.mark.parametrize(
+    ("assembly", "dtype"), [(triton_fp8._BFLOAT16_PAIRS, BFLOAT16), (triton_fp8._FLOAT16_PAIRS, np.float16)]
+)
+def test_both_numbers_of_a_word_in_e4m3_are_widened_exactly(assembly, dtype):
+    for given in WORDS:
+        of_bytes = given.astype(np.uint8)
+        lower, upper = run(assembly.value, 2, int.from_bytes(of_bytes.tobytes(), "little"), dtype)
+        right = of_bytes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        right = np.where(np.isnan(right), np.copysign(480.0, right), right)
+        for found, wanted in ((lower, right[::2]), (upper, right[1::2])):
+            np.testing.assert_array_equal(found.astype(np.float64), wanted)
+            np.testing.assert_array_equal(np.signbit(found), np.signbit(wanted))
