@@ -270,6 +270,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     kind, head_dim = options.kind, options.head_dim
+    if options.pool != "16-bit" and kind not in ("decode", "ragged"):
+        parser.error("--pool is for decode and ragged")
     kernels._BATCH_S = 0.02
     if kind == "sampling":
         options.json.write_text(json.dumps({"kind": kind, "figures": sampling_figures()}, indent=1))

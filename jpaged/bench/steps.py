@@ -200,9 +200,9 @@ class StepWork(NamedTuple):
     dense, experts: bytes of weights that are read; of a mixture of experts those that so many tokens are expected to
         have (`experts_touched`).
     cache: bytes that are moved of what layers keep.
-    dense_ops, expert_ops: operations with these weights. In 16 bits they are twice the weights times the rows of each,
-        which is bytes times rows. In 8 bits tensor cores are twice as fast, so that bytes times rows count alike; in 4
-        bits that is less than what is done.
+    dense_ops, expert_ops: operations with these weights, for which their bytes times the rows of each are taken. That
+        is right in 16 bits, and in 8 where rows are in 8 bits, too, and tensor cores twice as fast. Otherwise it is
+        less than what is done. Those of attention are not counted.
     """
 
     dense: float
@@ -210,10 +210,6 @@ class StepWork(NamedTuple):
     cache: float
     dense_ops: float
     expert_ops: float
-
-    @property
-    def bytes(self) -> int:
-        return round(self.dense + self.experts + self.cache)
 
     def floor_s(self, bytes_per_s: float, flops: float) -> float:
         """Seconds, at rates of reading memory and of operations in 16 bits."""

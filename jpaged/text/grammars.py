@@ -111,7 +111,7 @@ def _of_logits(text: str, whole: dict[str, Any], vocab_size: int) -> str:
     kept = [token for token in whole["added_tokens"] if token["id"] < vocab_size]
     model = whole["model"]
     vocab = model["vocab"] if isinstance(model.get("vocab"), dict) else {}  # Unigram's is a list, in the ids' order
-    known = set(vocab.values())
+    known = set(vocab.values()) | ({token["id"] for token in kept} if vocab else set())
     holes = {f"<|no token {i}|>": i for i in range(min(vocab_size, max(known, default=0))) if i not in known}
     if not holes and len(kept) == len(whole["added_tokens"]):
         return text

@@ -3,9 +3,10 @@
     make drill-attacks ARGS="--streams 4"
 
 Each attack must be answered in bounded time, by an error of its own or a short answer. The p99 of the other streams'
-inter-token gaps is compared with what it is undisturbed, and with what it is beside ordinary chats that are sent as
-fast, whose prompts and rows take time of every step, too; run it on a machine that is otherwise idle. Streams are read
-in this process, and attacks are sent by another one, which on a machine of few cores still takes time from the server.
+inter-token gaps is compared with what it is undisturbed, and with what it is beside ordinary chats, one behind the
+other as attacks are, whose prompts and rows take time of steps, too; run it on a machine that is otherwise idle.
+Streams are read in this process, and attacks are sent by another one, which on a machine of few cores still takes time
+from the server.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from tests.support.served import serving
 
 MOST_ANSWER_S = 60.0
 MOST_RATIO = 1.5
-"""Of the p99 beside attacks, and undisturbed or beside ordinary chats."""
+"""Of the p99 beside attacks, and the larger one of undisturbed streams and of those beside ordinary chats."""
 
 ORDINARY = "ordinary chats"
 

@@ -229,6 +229,7 @@ def int4() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     """The 4-bit product, every size of its tables."""
     for rows, group, dtype, zeros in (
         (8, 128, jnp.bfloat16, True),
+        (16, 32, jnp.bfloat16, True),
         (32, 64, jnp.bfloat16, True),
         (64, 128, jnp.bfloat16, True),
         (512, 128, jnp.float16, False),

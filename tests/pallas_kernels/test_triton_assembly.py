@@ -1,4 +1,4 @@
-"""The PTX that widens 4-bit weights and pairs of e4m3 in Triton kernels, by instructions, over every byte."""
+"""The PTX that widens numbers of 8 and of 4 bits in Triton kernels, instruction by instruction, over every byte."""
 
 import re
 
@@ -11,7 +11,8 @@ from jpaged.pallas_kernels.registry import missing
 if missing("triton") is not None:
     pytest.skip(str(missing("triton")), allow_module_level=True)
 
-from jpaged.pallas_kernels.common import triton_fp8, triton_int4
+from jpaged.pallas_kernels.common import triton_fp4, triton_fp8, triton_int4, triton_int8
+from jpaged.pallas_kernels.int4_product.reference import E2M1
 
 BFLOAT16 = ml_dtypes.bfloat16
 
@@ -27,7 +28,7 @@ def run(assembly: str, outputs: int, word: int, dtype: type = BFLOAT16) -> list[
     def value(name: str) -> int:
         return registers[name] if name in registers else int(name, 0)
 
-    for line in re.findall(r"^ *((?:mov|prmt|shl|shr|and|lop3|fma)\S*) (.*);$", assembly, re.MULTILINE):
+    for line in re.findall(r"^ *((?:mov|prmt|shl|shr|and|or|xor|lop3|fma)\S*) (.*);$", assembly, re.MULTILINE):
         name, (target, *operands) = line[0], line[1].split(", ")
         given = [value(operand) for operand in operands]
         match name:
@@ -42,6 +43,10 @@ def run(assembly: str, outputs: int, word: int, dtype: type = BFLOAT16) -> list[
                 found = given[0] << given[1] & 0xFFFFFFFF
             case "and.b32":
                 found = given[0] & given[1]
+            case "or.b32":
+                found = given[0] | given[1]
+            case "xor.b32":
+                found = given[0] ^ given[1]
             case "lop3.b32":
                 assert given[3] == 0xF0 & 0xCC | 0xAA
                 found = given[0] & given[1] | given[2]
@@ -66,6 +71,18 @@ def test_both_halves_of_a_byte_are_widened_less_eight():
         np.testing.assert_array_equal(upper.astype(int), (given >> 4) - 8)
 
 
+def same(found: np.ndarray, wanted: np.ndarray) -> None:
+    """Equal, zeros by their signs, too."""
+    np.testing.assert_array_equal(found.astype(np.float64), wanted)
+    np.testing.assert_array_equal(np.signbit(found), np.signbit(wanted))
+
+
+def e4m3(of_bytes: np.ndarray) -> np.ndarray:
+    """float64; 480 for NaN."""
+    found = of_bytes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    return np.where(np.isnan(found), np.copysign(480.0, found), found)
+
+
 @pytest.mark.parametrize(
     ("assembly", "dtype"), [(triton_fp8._BFLOAT16_PAIRS, BFLOAT16), (triton_fp8._FLOAT16_PAIRS, np.float16)]
 )
@@ -73,8 +90,32 @@ def test_both_numbers_of_a_word_in_e4m3_are_widened_exactly(assembly, dtype):
     for given in WORDS:
         of_bytes = given.astype(np.uint8)
         lower, upper = run(assembly.value, 2, int.from_bytes(of_bytes.tobytes(), "little"), dtype)
-        right = of_bytes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-        right = np.where(np.isnan(right), np.copysign(480.0, right), right)
-        for found, wanted in ((lower, right[::2]), (upper, right[1::2])):
-            np.testing.assert_array_equal(found.astype(np.float64), wanted)
-            np.testing.assert_array_equal(np.signbit(found), np.signbit(wanted))
+        same(lower, e4m3(of_bytes)[::2])
+        same(upper, e4m3(of_bytes)[1::2])
+
+
+@pytest.mark.parametrize(
+    ("assembly", "dtype", "right"),
+    [
+        (triton_fp8._BFLOAT16_FOURS, BFLOAT16, e4m3),
+        (triton_fp8._FLOAT16_FOURS, np.float16, e4m3),
+        (triton_int8._BFLOAT16_FOURS, BFLOAT16, lambda of_bytes: of_bytes.view(np.int8).astype(np.float64)),
+        (triton_int8._FLOAT16_FOURS, np.float16, lambda of_bytes: of_bytes.view(np.int8).astype(np.float64)),
+    ],
+)
+def test_four_bytes_are_widened_exactly(assembly, dtype, right):
+    for given in WORDS:
+        of_bytes = given.astype(np.uint8)
+        found = run(assembly.value, 2, int.from_bytes(of_bytes.tobytes(), "little"), dtype)
+        same(np.concatenate(found), right(of_bytes))
+
+
+@pytest.mark.parametrize(
+    ("assembly", "dtype"), [(triton_fp4._BFLOAT16_FOURS, BFLOAT16), (triton_fp4._FLOAT16_FOURS, np.float16)]
+)
+def test_both_halves_of_a_byte_in_e2m1_are_widened_exactly(assembly, dtype):
+    numbers = np.array(E2M1)
+    for given in WORDS:
+        found = run(assembly.value, 4, int.from_bytes(given.astype(np.uint8).tobytes(), "little"), dtype)
+        same(np.concatenate(found[:2]), numbers[given & 15])
+        same(np.concatenate(found[2:]), numbers[given >> 4])

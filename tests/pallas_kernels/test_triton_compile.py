@@ -1,5 +1,5 @@
 """Every Triton kernel compiles, in every configuration of its table, for each family of GPUs, with none of them here:
-it fits, and nothing spills in its innermost loops."""
+it fits, and nothing spills in its innermost loops, but for what is measured to be faster so."""
 
 import ast
 import json
@@ -23,9 +23,12 @@ _RESERVED_BYTES = 1 << 10
 """Shared memory that the system keeps of each CTA; a multiprocessor has as much more than one CTA may use."""
 
 
-_MEASURED = {(90, "ragged D 128 bfloat16 group 4 block 16 over e4m3"): 20}
-_MEASURED[90, "ragged D 128 bfloat16 group 32 block 16 over e4m3"] = 20
-"""What spills in a loop and is faster so, by GPU and program: how many instructions of the loop may."""
+_MEASURED = {
+    (90, "ragged D 128 bfloat16 group 4 block 16 over e4m3"): 20,
+    (90, "ragged D 128 bfloat16 group 32 block 16 over e4m3"): 20,
+}
+"""What spills in a loop and is measured to be faster so, by GPU and program: how many of the loop's instructions, some
+700, may store registers to memory or load them."""
 
 
 def launched() -> set[str]:
@@ -37,7 +40,7 @@ def launched() -> set[str]:
 
 
 @pytest.mark.parametrize("capabilities", [(80,), (86, 89), (90,), (100,), (120,)])
-def test_the_kernels_fit_and_spill_nothing_in_a_loop(capabilities: tuple[int, ...]) -> None:
+def test_the_kernels_fit_and_spill_nothing_in_a_loop_unless_that_is_faster(capabilities: tuple[int, ...]) -> None:
     script = Path(__file__).with_name("compile_triton.py")
     command = [sys.executable, str(script), *map(str, capabilities)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3000, check=False)

@@ -154,6 +154,20 @@ def test_ids_that_no_token_has_are_never_allowed(given):
     assert {2000, 2021, last - 1} <= set(every)
 
 
+@pytest.mark.parametrize("last", [1500, 3000])
+def test_added_tokens_keep_their_ids_among_those_that_no_token_has(given, last):
+    """An added token need not be in the vocabulary: here it is in its hole, or behind it."""
+    whole = json.loads(given.json)
+    whole["model"]["vocab"] = {text: i for text, i in whole["model"]["vocab"].items() if i < 1500 or 1505 < i < 2000}
+    whole["added_tokens"] = [whole["added_tokens"][0] | {"id": last, "content": "<end>"}]
+    found = GrammarTokenizer.of(SimpleNamespace(to_json=lambda: json.dumps(whole)), 3010, (last,))
+    made = json.loads(found.json)
+    of_vocab, added = made["model"]["vocab"], {token["content"]: token["id"] for token in made["added_tokens"]}
+    assert added["<end>"] == last
+    ids = [*of_vocab.values(), *(i for content, i in added.items() if content not in of_vocab)]
+    assert sorted(ids) == list(range(max(2000, last + 1)))
+
+
 def test_a_panic_of_the_grammar_library_is_a_sentence_about_the_tokenizer(given):
     whole = json.loads(given.json)
     whole["model"]["vocab"]["end"] = 5000  # behind more tokens than there are

@@ -102,8 +102,8 @@ class PackedWeights(Scheme):
             BadTensor: a group does not have as many inputs as it should, or the scheme has no act-order.
         """
         groups = self.groups(layer)
-        are_known = index.size and index.min() >= 0 and index.max() < groups
-        if not are_known or np.any(np.bincount(index, minlength=groups) != layer.inputs // groups):
+        is_in_range = index.size > 0 and index.min() >= 0 and index.max() < groups
+        if not is_in_range or np.any(np.bincount(index, minlength=groups) != layer.inputs // groups):
             raise BadTensor(name, f"does not put {layer.inputs // groups} inputs into each of {groups} groups")
         order = np.argsort(index, kind="stable").astype(np.int32)
         if np.array_equal(order, np.arange(layer.inputs)):

@@ -12,6 +12,8 @@ integer units. The largest magnitude, e4m3's NaN, becomes 480, unless NaN is ask
 import triton
 import triton.language as tl
 
+from jpaged.pallas_kernels.common.triton_assembly import twice
+
 
 def _pairs_in_registers(kind: str, lower_left: int, upper_right: int, digits: int, factor: int) -> tl.constexpr:
     """Two words of 16 bits, in a register, to their lower bytes and their upper ones as `kind`, two in a register each.
@@ -19,16 +21,15 @@ def _pairs_in_registers(kind: str, lower_left: int, upper_right: int, digits: in
     lower_left, upper_right: how far bits move to their places. digits: their mask. factor: the power of two, in `kind`.
     Added to minus zero, a product keeps the sign of its zeros.
     """
-    signs, kept, power = (f"0x{(bits << 16) | bits:08X}" for bits in (0x8000, digits, factor))
     return tl.constexpr(f"""
 {{
     .reg .b32 lower, upper, sign, factor, zero;
-    mov.b32 factor, {power};
-    mov.b32 zero, {signs};
+    mov.b32 factor, {twice(factor)};
+    mov.b32 zero, {twice(0x8000)};
     shl.b32 lower, $2, {lower_left};
     shr.b32 upper, $2, {upper_right};
-    and.b32 lower, lower, {kept};
-    and.b32 upper, upper, {kept};
+    and.b32 lower, lower, {twice(digits)};
+    and.b32 upper, upper, {twice(digits)};
     shl.b32 sign, $2, 8;
     lop3.b32 lower, sign, zero, lower, 0xEA;
     lop3.b32 upper, $2, zero, upper, 0xEA;
@@ -38,8 +39,31 @@ def _pairs_in_registers(kind: str, lower_left: int, upper_right: int, digits: in
 """)
 
 
+def _fours_in_registers(kind: str, right: int, digits: int, factor: int) -> tl.constexpr:
+    """Four bytes, in a register, as `kind`, two in a register each; arguments likewise."""
+    return tl.constexpr(f"""
+{{
+    .reg .b32 a, b, c, d, factor, zero;
+    mov.b32 factor, {twice(factor)};
+    mov.b32 zero, {twice(0x8000)};
+    prmt.b32 a, $2, 0, 0x1404;
+    prmt.b32 b, $2, 0, 0x3424;
+    shr.b32 c, a, {right};
+    shr.b32 d, b, {right};
+    and.b32 c, c, {twice(digits)};
+    and.b32 d, d, {twice(digits)};
+    lop3.b32 a, a, zero, c, 0xEA;
+    lop3.b32 b, b, zero, d, 0xEA;
+    fma.rn.{kind} $0, a, factor, zero;
+    fma.rn.{kind} $1, b, factor, zero;
+}}
+""")
+
+
 _BFLOAT16_PAIRS = _pairs_in_registers("bf16x2", 4, 4, 0x07F0, 0x7B80)
 _FLOAT16_PAIRS = _pairs_in_registers("f16x2", 7, 1, 0x3F80, 0x5C00)
+_BFLOAT16_FOURS = _fours_in_registers("bf16x2", 4, 0x07F0, 0x7B80)
+_FLOAT16_FOURS = _fours_in_registers("f16x2", 1, 0x3F80, 0x5C00)
 
 
 @triton.jit
@@ -64,15 +88,21 @@ def widen_pairs(words, DTYPE: tl.constexpr, IN_REGISTERS: tl.constexpr):
 
 
 @triton.jit
-def widen(bits, DTYPE: tl.constexpr, NAN: tl.constexpr = False):
-    """e4m3 as uint8 -> DTYPE, which is tl.bfloat16 or tl.float16, exactly. NAN: whether there may be NaN."""
-    word = bits.to(tl.uint16) << 8
-    if DTYPE.is_bf16():
-        placed = (word & 0x8000) | ((word >> 4) & 0x07F0)
-        value = placed.to(tl.bfloat16, bitcast=True) * tl.full([], 1.329227995784916e36, tl.bfloat16)
+def widen(bits, DTYPE: tl.constexpr, NAN: tl.constexpr = False, IN_REGISTERS: tl.constexpr = False):
+    """e4m3 as uint8 -> DTYPE, which is tl.bfloat16 or tl.float16, exactly. NAN: whether there may be NaN.
+    IN_REGISTERS: four neighbours of a thread at a time. On GPUs alone."""
+    if IN_REGISTERS and DTYPE.is_bf16():
+        value = tl.inline_asm_elementwise(_BFLOAT16_FOURS, "=r,=r,r", [bits], dtype=tl.bfloat16, is_pure=True, pack=4)
+    elif IN_REGISTERS:
+        value = tl.inline_asm_elementwise(_FLOAT16_FOURS, "=r,=r,r", [bits], dtype=tl.float16, is_pure=True, pack=4)
     else:
-        placed = (word & 0x8000) | ((word >> 1) & 0x3F80)
-        value = placed.to(tl.float16, bitcast=True) * tl.full([], 256.0, tl.float16)
+        word = bits.to(tl.uint16) << 8
+        if DTYPE.is_bf16():
+            placed = (word & 0x8000) | ((word >> 4) & 0x07F0)
+            value = placed.to(tl.bfloat16, bitcast=True) * tl.full([], 1.329227995784916e36, tl.bfloat16)
+        else:
+            placed = (word & 0x8000) | ((word >> 1) & 0x3F80)
+            value = placed.to(tl.float16, bitcast=True) * tl.full([], 256.0, tl.float16)
     if NAN:
         value = tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
     return value

@@ -27,12 +27,12 @@ larger by their value, two at a time, and 136 is taken away."""
 
 
 @triton.jit
-def halves(packed, DTYPE: tl.constexpr, FOURS: tl.constexpr):
+def halves(packed, DTYPE: tl.constexpr, IN_REGISTERS: tl.constexpr):
     """uint8 -> the lower and the upper four bits, less 8, both of DTYPE, tl.bfloat16 or tl.float16.
 
-    FOURS: four neighbours of a thread at a time, in bfloat16. On GPUs alone.
+    IN_REGISTERS: in bfloat16 four neighbours of a thread at a time. On GPUs alone.
     """
-    if FOURS:
+    if IN_REGISTERS and DTYPE.is_bf16():
         lower, upper = tl.inline_asm_elementwise(
             _EIGHT, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )

@@ -113,7 +113,7 @@ _CONFIGS = by_shared_memory(_LARGE, _SMALL)
 the best of a sweep on an H200 (`benchmarks/triton_tiles.py`)."""
 
 _STAGES_IN_8_BITS = 5
-"""Of pools in e4m3, whose tiles have half the bytes; measured likewise."""
+"""Of pools in e4m3, whose tiles have half the bytes; the best with head_dim 128 on an H200."""
 
 _LARGE_LATENTS = {
     2: Config(tile=64, warps=8, stages=5, ctas=1),
@@ -122,7 +122,8 @@ _LARGE_LATENTS = {
 _SMALL_LATENTS = _LARGE_LATENTS | {2: Config(tile=16, warps=8, stages=3, ctas=1)}
 _OF_LATENTS = by_shared_memory(_LARGE_LATENTS, _SMALL_LATENTS)
 """By family of GPUs, and bytes of a number: for tiles of 16 query heads that meet the 512 + 64 columns of DeepSeek's
-latents. Each warp holds all queries of a tile, which leaves no registers for more of them. Not measured."""
+latents. Each warp holds all queries of a tile, which leaves no registers for more of them. Large ones in 16 bits are
+the best of a sweep on an H200; others are not measured."""
 
 _LATENT_ROWS = 16
 
@@ -139,7 +140,7 @@ def decode_attention(
     batch, heads, head_dim = q.shape
     _, _, kv_heads, block_size, _ = kv_pool.shape
     share = heads // kv_heads
-    value_dim, latents = features.value_dim or head_dim, features.value_dim is not None
+    value_dim, latents = features.value_dim or head_dim, kv_pool.shape[1] == 1
     rows = _LATENT_ROWS if latents else rows_of_a_tile(share, head_dim, q.dtype.itemsize)
     if config is None:
         widens = kv_pool.dtype != q.dtype

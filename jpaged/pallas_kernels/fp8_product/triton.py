@@ -56,10 +56,12 @@ _BOTH = {
 }
 _WIDE_FEW = (Config(64, 16, 128, 4, 5), Config(64, 32, 128, 4, 4), Config(64, 64, 128, 4, 3))
 _WIDE_SMALL = (Config(64, 16, 64, 4, 5), Config(64, 32, 64, 4, 4), Config(64, 64, 64, 4, 4))
+_WIDE_HOPPER = (Config(64, 16, 128, 2, 5), Config(64, 32, 128, 2, 4), *_WIDE_FEW[2:])
+"""Two warps, as `wgmma`, which takes four, reads widened weights from registers and is waited for in each step."""
 _WIDE = {
     80: (*_WIDE_FEW, Config(128, 128, 64, 8, 3)),
     86: (*_WIDE_SMALL, Config(128, 64, 64, 8, 3)),
-    90: (*_WIDE_FEW, Config(128, 128, 64, 8, 4)),
+    90: (*_WIDE_HOPPER, Config(128, 128, 64, 8, 4)),
     100: (*_WIDE_FEW, Config(128, 128, 64, 8, 4)),
     120: (*_WIDE_SMALL, Config(128, 64, 64, 8, 3)),
 }
@@ -122,6 +124,7 @@ def fp8_product(operands: Operands, options: Options, config: Config | None = No
     launch = Launch((ctas, splits), config.warps, config.stages)
     constants: dict[str, Any] = {"M": rows, "K": depth, "N": outputs, "GROUPS": groups}
     constants |= {"GROUP": group if groups > 1 else depth, "ROUNDED": rounded}
+    constants["IN_REGISTERS"] = not triton.knobs.runtime.interpret
     constants |= {"SPLIT": triton.cdiv(triton.cdiv(depth, splits), step) * step}
     constants |= {"OUTPUTS": config.outputs, "ROWS": config.rows, "STEP": step}
     out = jax.ShapeDtypeStruct((splits, rows, outputs), dtype if splits == 1 else jnp.float32)
@@ -142,6 +145,7 @@ def _fp8_product(
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,  # inputs of a group
     ROUNDED: tl.constexpr,  # whether x is in e4m3
+    IN_REGISTERS: tl.constexpr,  # as of `widen`
     SPLIT: tl.constexpr,  # inputs of a CTA
     OUTPUTS: tl.constexpr,  # of a CTA
     ROWS: tl.constexpr,  # of a CTA
@@ -172,9 +176,9 @@ def _fp8_product(
         of_x = tl.load(inputs + start, mask=there, other=0.0)
         of_w = tl.load(weights + start, mask=here, other=0.0 if ROUNDED else 0)
         if w.dtype.element_ty == tl.int8:
-            of_w = widen_int8(of_w, x.dtype.element_ty)
+            of_w = widen_int8(of_w, x.dtype.element_ty, IN_REGISTERS)
         elif not ROUNDED:
-            of_w = widen(of_w, x.dtype.element_ty)
+            of_w = widen(of_w, x.dtype.element_ty, IN_REGISTERS=IN_REGISTERS)
         if GROUPS == 1 and ROUNDED:  # the limit also keeps Triton from making one product of the sum
             total += tl.dot(of_w, of_x, max_num_imprecise_acc=STEP)
         elif GROUPS == 1:

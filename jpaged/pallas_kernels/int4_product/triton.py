@@ -37,7 +37,7 @@ _NV_STEP = 128
 class Config:
     """How the kernel is cut and compiled. rows, columns: of a CTA. warps: of it. stages: steps in flight or in use.
     side: groups of a step, a power of two. splits: parts of the inputs, whose sums are added up afterwards; None
-    chooses."""
+    chooses. In NVFP4 neither is heeded."""
 
     rows: int
     columns: int
@@ -50,13 +50,18 @@ class Config:
 _SMALL = (Config(8, 64, 4, 4, 2), Config(16, 32, 2, 4, 2), Config(32, 64, 2, 4), Config(64, 64, 4, 2))
 _LARGE = (Config(8, 64, 4, 4, 4), Config(16, 32, 2, 4, 2), Config(32, 64, 4, 4, 2), Config(64, 128, 8, 3))
 _CONFIGS = by_shared_memory(_LARGE, _SMALL)
-"""By family of GPUs, from few rows to many. Large ones of up to 32 rows are the best of a sweep on an H200
+"""By family of GPUs, from few rows to many. Large ones of up to 32 rows were found by a sweep on an H200
 (`benchmarks/product_tiles.py`)."""
 
+_NVFP4_SMALL = (Config(16, 64, 4, 4), Config(32, 64, 4, 3), Config(64, 64, 4, 2))
+_NVFP4_LARGE = (Config(16, 64, 4, 6), Config(32, 64, 4, 4), Config(64, 128, 8, 3))
+_NVFP4_CONFIGS = by_shared_memory(_NVFP4_LARGE, _NVFP4_SMALL)
+"""Likewise. Not measured."""
 
-def default_config(rows: int) -> Config:
+
+def default_config(rows: int, *, nvfp4: bool = False) -> Config:
     """For so many rows."""
-    table = for_family(_CONFIGS)
+    table = for_family(_NVFP4_CONFIGS if nvfp4 else _CONFIGS)
     return next((one for one in table if one.rows >= rows), table[-1])
 
 
@@ -86,7 +91,7 @@ def int4_product(operands: Operands, *, group: int, dtype: Any, config: Config |
     x, w, scale, zero, outer = operands
     rows, depth = x.shape
     columns = w.shape[0]
-    config = config or default_config(rows)
+    config = config or default_config(rows, nvfp4=outer is not None)
     strips = triton.cdiv(columns, config.columns)
     ctas = strips * triton.cdiv(rows, config.rows)
     launch = Launch((ctas,), config.warps, config.stages)
@@ -103,7 +108,7 @@ def int4_product(operands: Operands, *, group: int, dtype: Any, config: Config |
     split = triton.cdiv(triton.cdiv(groups, splits), config.side) * config.side
     splits = triton.cdiv(groups, split)
     constants |= {"ZEROS": zero is not None, "SPLIT": split, "SIDE": config.side}
-    constants["FOURS"] = x.dtype == jnp.bfloat16 and not triton.knobs.runtime.interpret
+    constants["IN_REGISTERS"] = not triton.knobs.runtime.interpret
     launch = replace(launch, grid=(ctas, splits))
     parts = jax.ShapeDtypeStruct((splits, rows, columns), dtype if splits == 1 else jnp.float32)
     (y,) = call(_int4_product, launch, x, w, scale, w if zero is None else zero, out=[parts], **constants)
@@ -127,7 +132,7 @@ def _int4_product(
     ZEROS: tl.constexpr,  # whether `zero` is one
     SPLIT: tl.constexpr,  # groups of a CTA
     SIDE: tl.constexpr,  # groups of a step, which divides SPLIT
-    FOURS: tl.constexpr,  # as of `halves`
+    IN_REGISTERS: tl.constexpr,  # as of `halves`
 ):
     """x: [M, K]. w: uint8 [N, K / 2]. scale: float32 [N, K / GROUP]. zero: uint8 likewise. out: [splits, M, N]."""
     HALF: tl.constexpr = GROUP // 2
@@ -147,22 +152,21 @@ def _int4_product(
     if SIDE > 1:
         side = side[:, None]
         inputs, words = inputs[None] + side[:, :, None] * GROUP, words[None] + side[:, :, None] * HALF
-        groups, of_groups = groups[None], is_column[None] & (side <= last)
+        groups, of_groups = groups[None], is_column[None]
         of_inputs, of_words = of_inputs[None], of_words[None]
         total = tl.zeros((SIDE, COLUMNS, ROWS), tl.float32)
     kind: tl.constexpr = x.dtype.element_ty
-    # Scales are read a step ahead. Behind the last group they are 0, and the last is multiplied once more.
+    # Scales are read a step ahead. Behind the last group they are its own, and inputs zeros.
     next_factor = tl.load(scale + groups + tl.minimum(begin + side, last), mask=of_groups, other=0.0)
     for g in range(begin, end, SIDE):
         factor = next_factor
-        ahead = g + SIDE + side
-        next_factor = tl.load(scale + groups + tl.minimum(ahead, last), mask=is_column & (ahead <= last), other=0.0)
+        next_factor = tl.load(scale + groups + tl.minimum(g + SIDE + side, last), mask=of_groups, other=0.0)
         of_weights, of_x = of_words, of_inputs
         if SIDE > 1 and (K // GROUP) % SIDE != 0:
             is_there = (g + side <= last)[:, :, None]
             of_weights, of_x = of_words & is_there, of_inputs & is_there
         packed = tl.load(words + g * HALF, mask=of_weights, other=0)
-        lower, upper = halves(packed, kind, FOURS)
+        lower, upper = halves(packed, kind, IN_REGISTERS)
         if ZEROS:
             zeros = tl.load(zero + groups + tl.minimum(g + side, last), mask=of_groups, other=0)
             less = tl.expand_dims((zeros.to(tl.float32) - 8.0).to(kind), -1)

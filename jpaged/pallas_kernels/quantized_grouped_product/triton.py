@@ -22,8 +22,9 @@ import triton.language as tl
 
 from jpaged.pallas_kernels.common.numerics import as_bits
 from jpaged.pallas_kernels.common.triton_call import Launch, call
-from jpaged.pallas_kernels.common.triton_fp4 import inverse, widen_e2m1, widen_nvfp4
+from jpaged.pallas_kernels.common.triton_fp4 import inverse, widen_e2m1_halves, widen_nvfp4
 from jpaged.pallas_kernels.common.triton_fp8 import widen
+from jpaged.pallas_kernels.common.triton_int4 import halves
 from jpaged.pallas_kernels.common.triton_int8 import widen_int8
 from jpaged.pallas_kernels.common.triton_targets import for_family
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
@@ -54,8 +55,8 @@ class Config:
     stages: int
 
 
-_FEW = (Config(16, 32, 128, 4, 4), Config(32, 32, 128, 4, 4), Config(64, 32, 128, 4, 3))
-_FEW_SMALL = (Config(16, 32, 128, 4, 4), Config(32, 32, 128, 4, 3), Config(64, 32, 64, 4, 3))
+_FEW = (Config(16, 32, 128, 2, 4), Config(32, 32, 128, 2, 4), Config(64, 32, 128, 4, 3))
+_FEW_SMALL = (Config(16, 32, 128, 2, 4), Config(32, 32, 128, 2, 3), Config(64, 32, 64, 4, 3))
 _CONFIGS = {
     80: (*_FEW, Config(128, 64, 64, 8, 3)),
     86: (*_FEW_SMALL, Config(128, 32, 64, 8, 3)),
@@ -100,7 +101,8 @@ def quantized_grouped_product(operands: Operands, options: Options, config: Conf
     experts, outputs, number = scale.shape
     config = config or default_config(rows, experts, form)
     columns = outputs if activation is None else outputs // 2
-    width = 2 * config.outputs if activation is None else config.outputs
+    # In MXFP4, a step of wider strips would go through shared memory once more.
+    width = 2 * config.outputs if activation is None and form != "mxfp4" else config.outputs
     strips = triton.cdiv(columns, width)
     listed, ends = plan(groups, experts, rows=rows, height=config.rows)
     launch = Launch((listed.shape[0] * strips,), config.warps, config.stages)
@@ -116,7 +118,7 @@ def quantized_grouped_product(operands: Operands, options: Options, config: Conf
     constants: dict[str, Any] = {"LAST": ends.shape[0] - 1, "DEPTH": depth, "COLUMNS": columns, "ENDING": ending}
     constants |= {"STRIPS": strips, "ROWS": config.rows, "WIDTH": width, "STEP": step, "FORM": _FORMS.index(form)}
     constants |= {"GROUPS": number, "GROUP": shared}
-    constants |= {"ZEROS": zero is not None}
+    constants |= {"ZEROS": zero is not None, "IN_REGISTERS": not triton.knobs.runtime.interpret}
     out = jax.ShapeDtypeStruct((rows, columns), x.dtype)
     # What is not there is not read either, and x stands for it.
     missing = [x if one is None else one for one in (zero, outer, weights)]
@@ -148,6 +150,7 @@ def _quantized_grouped_product(
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,  # inputs of a group
     ZEROS: tl.constexpr,  # whether `zero` is one
+    IN_REGISTERS: tl.constexpr,  # as of `widen`
 ):
     """x: [A, DEPTH]. w: uint8 or int8 [E, 2 if gated, COLUMNS, DEPTH or half of it]. scale: [.., GROUPS].
     zero: uint8 likewise. outer: float32 [.., 1]. weights: float32 [A]. tiles: int32 [tiles, 3].
@@ -191,12 +194,16 @@ def _quantized_grouped_product(
         at = step * STEP // GROUP
         words = _words(factors, step, inner, is_column, FORM, DEPTH, STEP, PART)
         left = DEPTH - step * STEP
-        first = _sum(first, words, lower, upper, scales + at, zeros + at, is_column, left, FORM, GROUPS, ZEROS)
+        first = _sum(
+            first, words, lower, upper, scales + at, zeros + at, is_column, left, FORM, GROUPS, ZEROS, IN_REGISTERS
+        )
         if GATED:
             words = _words(factors + COLUMNS * BYTES, step, inner, is_column, FORM, DEPTH, STEP, PART)
             of_up = COLUMNS * GROUPS + at
             of_scales, of_zeros = scales + of_up, zeros + of_up
-            second = _sum(second, words, lower, upper, of_scales, of_zeros, is_column, left, FORM, GROUPS, ZEROS)
+            second = _sum(
+                second, words, lower, upper, of_scales, of_zeros, is_column, left, FORM, GROUPS, ZEROS, IN_REGISTERS
+            )
     if EIGHT and GROUPS == 1:
         first *= tl.load(scales, mask=is_column, other=0.0)[:, None]
         if GATED:
@@ -237,13 +244,14 @@ def _sum(
     FORM: tl.constexpr,
     GROUPS: tl.constexpr,
     ZEROS: tl.constexpr,
+    IN_REGISTERS: tl.constexpr,
 ):
     """The sums [WIDTH, ROWS] with a step's products added. lower, upper: the inputs of a group's halves."""
     kind: tl.constexpr = lower.dtype
     if FORM == _FP8 and GROUPS == 1:
-        total = tl.dot(widen(words, kind), lower, total)
+        total = tl.dot(widen(words, kind, IN_REGISTERS=IN_REGISTERS), lower, total)
     elif FORM == _INT8 and GROUPS == 1:
-        total = tl.dot(widen_int8(words, kind), lower, total)
+        total = tl.dot(widen_int8(words, kind, IN_REGISTERS), lower, total)
     elif FORM == _NVFP4:
         pair = tl.arange(0, words.shape[1]) // 16 * 2
         here = is_column[:, None] & (pair * 16 < left)[None, :]
@@ -254,20 +262,22 @@ def _sum(
     else:
         if FORM == _FP8:
             factor = tl.load(scales, mask=is_column, other=0.0)
-            part = tl.dot(widen(words, kind), lower)
+            part = tl.dot(widen(words, kind, IN_REGISTERS=IN_REGISTERS), lower)
         elif FORM == _INT8:
             factor = tl.load(scales, mask=is_column, other=0.0)
-            part = tl.dot(widen_int8(words, kind), lower)
+            part = tl.dot(widen_int8(words, kind, IN_REGISTERS), lower)
         elif FORM == _INT4:
-            middle = 8.0
+            of_lower, of_upper = halves(words, kind, IN_REGISTERS)
             if ZEROS:
-                middle = tl.load(zeros, mask=is_column, other=0).to(tl.float32)[:, None]
-            part = tl.dot(((words & 15).to(tl.float32) - middle).to(kind), lower)
-            part = tl.dot(((words >> 4).to(tl.float32) - middle).to(kind), upper, part)
+                less = (tl.load(zeros, mask=is_column, other=0).to(tl.float32) - 8.0).to(kind)[:, None]
+                of_lower, of_upper = of_lower - less, of_upper - less
+            part = tl.dot(of_lower, lower)
+            part = tl.dot(of_upper, upper, part)
             factor = tl.load(scales, mask=is_column, other=0.0)
         else:
-            part = tl.dot(widen_e2m1(words & 15, kind), lower)
-            part = tl.dot(widen_e2m1(words >> 4, kind), upper, part)
+            of_lower, of_upper = widen_e2m1_halves(words, kind, IN_REGISTERS)
+            part = tl.dot(of_lower, lower)
+            part = tl.dot(of_upper, upper, part)
             factor = _power_of_two(tl.load(scales, mask=is_column, other=0))
         total += part * factor[:, None]
     return total
