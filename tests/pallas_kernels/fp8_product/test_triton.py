@@ -143,7 +143,9 @@ def test_short_sums_in_14_bits_are_within_their_bound_and_long_ones_of_one_sign_
         (HOPPER, 8, 1, "dynamic", "xla"),
         (HOPPER, 8, 1, "none", "triton"),
         (HOPPER, 256, 1, "dynamic", "xla"),
-        (HOPPER, 8192, 2, "dynamic", "triton"),
+        (HOPPER, 1024, 2, "dynamic", "triton"),
+        (HOPPER, 8192, 2, "dynamic", "xla"),
+        (ADA, 8192, 2, "dynamic", "triton"),
         (HOPPER, 8192, 2, "none", "xla"),
         (ADA, 1, 1, "none", "triton"),
         (OLD, 8192, 2, "dynamic", "xla"),  # which leaves activations as they are
