@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from jpaged.models.config import ModelConfig
 from jpaged.models.family import Attend
@@ -125,7 +126,8 @@ class LatentAttention(Reader):
             y = attend(qk, value_dim=self.value_dim, expansion=expansion, **features)
         else:
             y = attend(qk, value_dim=self.value_dim, **features)
-            y = jnp.einsum("thr,hvr->thv", y, to_values, precision=precision)
+            # Or XLA would have the next product take columns before heads, and transpose its weights in each step.
+            y = lax.optimization_barrier(jnp.einsum("thr,hvr->thv", y, to_values, precision=precision))
         return self.out.partial_sum(y, backend)
 
     def _expands(self, tokens: int, attend: Attend) -> bool:
