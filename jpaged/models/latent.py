@@ -126,8 +126,9 @@ class LatentAttention(Reader):
             y = attend(qk, value_dim=self.value_dim, expansion=expansion, **features)
         else:
             y = attend(qk, value_dim=self.value_dim, **features)
+            y = jnp.einsum("thr,hvr->thv", y, to_values, precision=precision)
             # Or XLA would have the next product take columns before heads, and transpose its weights in each step.
-            y = lax.optimization_barrier(jnp.einsum("thr,hvr->thv", y, to_values, precision=precision))
+            y = lax.optimization_barrier(y.reshape(y.shape[0], -1)).reshape(y.shape)
         return self.out.partial_sum(y, backend)
 
     def _expands(self, tokens: int, attend: Attend) -> bool:

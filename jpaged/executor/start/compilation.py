@@ -37,7 +37,11 @@ from jpaged.host.cores import usable_cores
 from jpaged.models.row_tiles import tile_rows
 
 AUTOTUNED_ROWS = 16
-GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
+WEIGHTS_IN_PLACE = {"xla_gpu_dot_merger_threshold_mb": 0}
+"""XLA would make one product of two that read the same rows, and join their weights for it in each step: 84 MB of a
+layer of attention in Qwen3.5-9B, 15 MB of a layer in DeepSeek-V2-Lite."""
+
+GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0, **WEIGHTS_IN_PLACE}
 """Products of more rows go to cuBLASLt, by its own heuristics. Trying algorithms out, as XLA does by default, takes
 twice as long to compile, chooses differently from start to start when many threads compile at once, and on an H200
 won nothing: a decode step of 256 rows took 6.0 ms instead of 6.4 (Qwen3-0.6B), 12.8 instead of 12.8 (Llama-3.1-8B).
@@ -285,7 +289,7 @@ class Compiler:
         jitted = self._mesh.jit(named, args, specs, donate)
         is_gpu = jax.default_backend() == "gpu"
         rows = tile_rows() if setup.config.batch_invariant else program.product_rows(setup)
-        options = GPU_OPTIONS if is_gpu and rows > AUTOTUNED_ROWS else {}
+        options = (GPU_OPTIONS if rows > AUTOTUNED_ROWS else WEIGHTS_IN_PLACE) if is_gpu else {}
         path = self._cache.path((program.name, options), args)
         return _Task(program, signature, jitted, args, options, self._mesh.devices, path)
 

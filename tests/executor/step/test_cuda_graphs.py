@@ -61,6 +61,13 @@ def test_an_invariant_step_of_two_tiles_is_one_graph_with_the_kernels_of_one_til
 
 
 @pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
+@pytest.mark.skipif(missing("triton") is not None, reason=str(missing("triton")))
+def test_no_step_joins_or_transposes_weights(tmp_path):
+    records = compiled_by("compile_weights_in_place_for_h200.py", tmp_path)
+    assert {record["model"]: record["moved"] for record in records} == {"deepseek-v2-lite": [], "qwen3.5-9b": []}
+
+
+@pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
 def test_a_layer_in_fp8_is_ten_launches_in_a_decode_step(tmp_path):
     """Four products, three times rows rounded with what comes before, attention's output rounded, RoPE and write with
     the scales of QKV, and attention."""
