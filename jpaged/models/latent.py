@@ -127,8 +127,8 @@ class LatentAttention(Reader):
         else:
             y = attend(qk, value_dim=self.value_dim, **features)
             y = jnp.einsum("thr,hvr->thv", y, to_values, precision=precision)
-            # Or XLA would have the next product take columns before heads, and transpose its weights in each step.
-            y = lax.optimization_barrier(y.reshape(y.shape[0], -1)).reshape(y.shape)
+        # Or XLA would have the next product take columns before heads, and transpose its weights in each step.
+        y = lax.optimization_barrier(y.reshape(y.shape[0], -1)).reshape(y.shape)
         return self.out.partial_sum(y, backend)
 
     def _expands(self, tokens: int, attend: Attend) -> bool:

@@ -1,7 +1,7 @@
-"""Compiles decode steps of models with products that read the same rows, and with latent attention, for an H200, and
-prints one JSON line a model: what copies a weight in each step, only to join it with another or to transpose it.
+"""Compiles steps of models with products that read the same rows, and with latent attention, for an H200, and prints
+one JSON line a program: what copies a weight in each step, only to join it with another or to transpose it.
 
-    {"model": "deepseek-v2-lite", "moved": []}
+    {"model": "deepseek-v2-lite", "name": "decode_32", "moved": []}
 
     python tests/executor/step/compile_weights_in_place_for_h200.py DIRECTORY        DIRECTORY: for the dump
 
@@ -22,12 +22,12 @@ import jax
 
 from jpaged.bench.models import CONFIGS
 from jpaged.executor.start.compilation import Compiler
-from jpaged.executor.step.bodies import Decode
+from jpaged.executor.step.bodies import Decode, Mixed
 from jpaged.executor.step.program import Setup
 from jpaged.models import ModelConfig, build
 
 LAYERS = {"deepseek-v2-lite": 2, "qwen3.5-9b": 4}
-ROWS = 32
+PROGRAMS = (Decode(32), Mixed(2048))
 
 
 def moved(dump: str) -> list[str]:
@@ -41,7 +41,7 @@ def moved(dump: str) -> list[str]:
 def main() -> None:
     on_hopper()
     mesh = H200()
-    sizes = {"max_num_seqs": ROWS, "decode_buckets": (8, ROWS), "token_buckets": (256,), "one_call_rows": 0}
+    sizes = {"max_num_seqs": 32, "decode_buckets": (8, 32), "token_buckets": (256, 2048), "one_call_rows": 0}
     config = replace(CONFIG, shared_prefix_attention=False, **sizes)
     for name, layers in LAYERS.items():
         shape = dict(CONFIGS[name], num_hidden_layers=layers)
@@ -49,11 +49,12 @@ def main() -> None:
             shape["layer_types"] = shape["layer_types"][:layers]
         compiler = Compiler(Setup.of(build(ModelConfig.from_dict(shape), "auto"), config), mesh)
         with jax.sharding.use_abstract_mesh(mesh.topology.abstract_mesh):
-            compiler.submit([Decode(ROWS)])
+            compiler.submit(PROGRAMS)
             compiler.results()
-        dumps = Path(sys.argv[1]).glob(f"*.jit_{Decode(ROWS).name}.*after_optimizations.txt")
-        last = max(dumps, key=lambda file: file.stat().st_mtime_ns)
-        print(json.dumps({"model": name, "moved": moved(last.read_text())}), flush=True)
+        for program in PROGRAMS:
+            dumps = Path(sys.argv[1]).glob(f"*.jit_{program.name}.*after_optimizations.txt")
+            last = max(dumps, key=lambda file: file.stat().st_mtime_ns)
+            print(json.dumps({"model": name, "name": program.name, "moved": moved(last.read_text())}), flush=True)
 
 
 if __name__ == "__main__":
