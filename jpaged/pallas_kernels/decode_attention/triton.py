@@ -120,7 +120,8 @@ _LARGE_LATENTS = {
     4: Config(tile=16, warps=8, stages=2, ctas=1),
 }
 _SMALL_LATENTS = _LARGE_LATENTS | {2: Config(tile=16, warps=8, stages=3, ctas=1)}
-_OF_LATENTS = by_shared_memory(_LARGE_LATENTS, _SMALL_LATENTS)
+_AMPERE_LATENTS = _LARGE_LATENTS | {2: Config(tile=64, warps=8, stages=3, ctas=1)}  # 163 KB of shared memory
+_OF_LATENTS = by_shared_memory(_LARGE_LATENTS, _SMALL_LATENTS) | {80: _AMPERE_LATENTS}
 """By family of GPUs, and bytes of a number: for tiles of 16 query heads that meet the 512 + 64 columns of DeepSeek's
 latents. Each warp holds all queries of a tile, which leaves no registers for more of them. Large ones in 16 bits are
 the best of a sweep on an H200; others are not measured."""
