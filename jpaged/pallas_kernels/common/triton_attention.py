@@ -10,6 +10,7 @@ import triton.language as tl
 
 from jpaged.pallas_kernels.common.attention_arguments import Features
 from jpaged.pallas_kernels.common.numerics import FP8
+from jpaged.pallas_kernels.common.triton_assembly import runs_assembly
 from jpaged.pallas_kernels.common.triton_fp8 import widen_pairs
 
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -58,7 +59,7 @@ def column_constants(head_dim: int, features: Features, kv_pool: jax.Array) -> d
         "LATENT": kv_pool.shape[1] == 1,
         "TAIL": max(16, triton.next_power_of_2(tail)) if tail else 0,
         "PAIRS": pairs,
-        "IN_REGISTERS": not triton.knobs.runtime.interpret,
+        "IN_REGISTERS": runs_assembly(),
     }
 
 

@@ -49,7 +49,7 @@ _FLOAT16_FOURS = tl.constexpr(f"""
 
 
 @triton.jit
-def widen_int8(values, DTYPE: tl.constexpr, IN_REGISTERS: tl.constexpr = False):
+def widen_int8(values, DTYPE: tl.constexpr, IN_REGISTERS: tl.constexpr):
     """int8 -> DTYPE, which is tl.bfloat16 or tl.float16, exactly. IN_REGISTERS: four neighbours of a thread at a time.
     On GPUs alone."""
     if IN_REGISTERS and DTYPE.is_bf16():

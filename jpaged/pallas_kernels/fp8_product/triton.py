@@ -23,6 +23,7 @@ import triton.language as tl
 
 from jpaged.pallas_kernels import devices
 from jpaged.pallas_kernels.common.numerics import as_bits
+from jpaged.pallas_kernels.common.triton_assembly import runs_assembly
 from jpaged.pallas_kernels.common.triton_call import Launch, call
 from jpaged.pallas_kernels.common.triton_fp8 import as_fp8, widen
 from jpaged.pallas_kernels.common.triton_int8 import widen_int8
@@ -128,7 +129,7 @@ def fp8_product(operands: Operands, options: Options, config: Config | None = No
     launch = Launch((ctas, splits), config.warps, config.stages)
     constants: dict[str, Any] = {"M": rows, "K": depth, "N": outputs, "GROUPS": groups}
     constants |= {"GROUP": group if groups > 1 else depth, "ROUNDED": rounded}
-    constants["IN_REGISTERS"] = not triton.knobs.runtime.interpret
+    constants["IN_REGISTERS"] = runs_assembly()
     constants |= {"SPLIT": triton.cdiv(triton.cdiv(depth, splits), step) * step}
     constants |= {"OUTPUTS": config.outputs, "ROWS": config.rows, "STEP": step}
     out = jax.ShapeDtypeStruct((splits, rows, outputs), dtype if splits == 1 else jnp.float32)

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from jpaged.pallas_kernels.common.numerics import as_bits
+from jpaged.pallas_kernels.common.triton_assembly import runs_assembly
 from jpaged.pallas_kernels.common.triton_call import Launch, call
 from jpaged.pallas_kernels.common.triton_fp4 import inverse, widen_nvfp4
 from jpaged.pallas_kernels.common.triton_int4 import halves
@@ -108,7 +109,7 @@ def int4_product(operands: Operands, *, group: int, dtype: Any, config: Config |
     split = triton.cdiv(triton.cdiv(groups, splits), config.side) * config.side
     splits = triton.cdiv(groups, split)
     constants |= {"ZEROS": zero is not None, "SPLIT": split, "SIDE": config.side}
-    constants["IN_REGISTERS"] = not triton.knobs.runtime.interpret
+    constants["IN_REGISTERS"] = runs_assembly()
     launch = replace(launch, grid=(ctas, splits))
     parts = jax.ShapeDtypeStruct((splits, rows, columns), dtype if splits == 1 else jnp.float32)
     (y,) = call(_int4_product, launch, x, w, scale, w if zero is None else zero, out=[parts], **constants)

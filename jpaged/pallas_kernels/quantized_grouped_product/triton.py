@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from jpaged.pallas_kernels.common.numerics import as_bits
+from jpaged.pallas_kernels.common.triton_assembly import runs_assembly
 from jpaged.pallas_kernels.common.triton_call import Launch, call
 from jpaged.pallas_kernels.common.triton_fp4 import inverse, widen_e2m1_halves, widen_nvfp4
 from jpaged.pallas_kernels.common.triton_fp8 import widen
@@ -118,7 +119,7 @@ def quantized_grouped_product(operands: Operands, options: Options, config: Conf
     constants: dict[str, Any] = {"LAST": ends.shape[0] - 1, "DEPTH": depth, "COLUMNS": columns, "ENDING": ending}
     constants |= {"STRIPS": strips, "ROWS": config.rows, "WIDTH": width, "STEP": step, "FORM": _FORMS.index(form)}
     constants |= {"GROUPS": number, "GROUP": shared}
-    constants |= {"ZEROS": zero is not None, "IN_REGISTERS": not triton.knobs.runtime.interpret}
+    constants |= {"ZEROS": zero is not None, "IN_REGISTERS": runs_assembly()}
     out = jax.ShapeDtypeStruct((rows, columns), x.dtype)
     # What is not there is not read either, and x stands for it.
     missing = [x if one is None else one for one in (zero, outer, weights)]

@@ -20,7 +20,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,8 +93,11 @@ def _thunks(name: str) -> list[str]:
     names = (f"*.jit_{name}.thunk_sequence{when}.txt" for when in ("_after_thunk_passes", ""))
     # Those after the passes are only there where these change anything.
     files = next(files for pattern in names if (files := list(dump.glob(pattern))))
-    file = max(files, key=lambda file: file.stat().st_mtime_ns)
-    return file.read_text().splitlines()
+    return last_written(files).read_text().splitlines()
+
+
+def last_written(files: Iterable[Path]) -> Path:
+    return max(files, key=lambda file: file.stat().st_mtime_ns)
 
 
 def parts(name: str) -> tuple[Counter[str], int]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from tests.executor.step.compile_steps_for_h200 import CONFIG, H200, on_hopper  # isort: skip
+from tests.executor.step.compile_steps_for_h200 import CONFIG, H200, last_written, on_hopper  # isort: skip
 
 import jax
 
@@ -53,8 +53,8 @@ def main() -> None:
             compiler.results()
         for program in PROGRAMS:
             dumps = Path(sys.argv[1]).glob(f"*.jit_{program.name}.*after_optimizations.txt")
-            last = max(dumps, key=lambda file: file.stat().st_mtime_ns)
-            print(json.dumps({"model": name, "name": program.name, "moved": moved(last.read_text())}), flush=True)
+            found = moved(last_written(dumps).read_text())
+            print(json.dumps({"model": name, "name": program.name, "moved": found}), flush=True)
 
 
 if __name__ == "__main__":
