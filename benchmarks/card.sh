@@ -21,6 +21,7 @@
 #     bf16-8b                  55  8B in bfloat16: 1 and 32 requests, to compare int4-8b with
 #     fp8-30b                 105  Qwen3-30B-A3B in FP8: 1 and 32 requests
 #     int4-30b                105  Qwen3-30B-A3B in 4 bits: 1 and 32 requests
+#     bf16-30b                105  Qwen3-30B-A3B in bfloat16, to compare both with
 #     few-bits-kernels         55  FP8 products of 8,192^3, 8B's gate and up in all forms, attention over FP8 pools
 #     few-bits-experts         80  30B's experts in FP8, 4 bits and MXFP4
 #     few-bits-tests          140  the GPU tests of ops with quantized operands
@@ -318,9 +319,10 @@ run_step() { # NAME
             few_bits llama-3.1-8b int4
             workloads 2 single batch-32
             throughput "$name" "${model[@]}" "${FEW_ROWS[@]}" "${options[@]}" ;;
-        fp8-30b)
+        fp8-30b | bf16-30b)
             workloads 2 single batch-32
-            throughput "$name" "${MOE[@]}" --quantization fp8 "${FEW_ROWS[@]}" "${options[@]}" ;;
+            [[ $name == fp8-* ]] && options+=(--quantization fp8)
+            throughput "$name" "${MOE[@]}" "${FEW_ROWS[@]}" "${options[@]}" ;;
         int4-30b)
             few_bits qwen3-30b-a3b int4
             workloads 2 single batch-32

@@ -49,7 +49,7 @@ def configs(kind: str, rows: int) -> Sequence[Config]:
     tile = max(16, min(64, rows))
     if kind == "int4":
         cut = [(64, 4, 6), (64, 2, 4), (32, 4, 4, 4), (32, 4, 5, 4), (32, 4, 3, 4), (16, 4, 4, 4), (16, 8, 4, 8)]
-        cut += [(32, 8, 4, 8), (64, 4, 4, 4), (64, 4, 4, 2), (32, 2, 4, 2), (64, 8, 4, 4)]
+        cut += [(32, 8, 4, 8), (64, 4, 4, 4), (64, 4, 4, 2), (64, 2, 4, 2), (32, 2, 4, 2), (64, 8, 4, 4)]
         tile = 8 if rows <= 8 else tile
         return [int4.Config(tile, *one) for one in cut] + [int4.Config(tile, 32, 4, 4, 4, splits) for splits in (2, 4)]
     shapes = [(64, 128, 4, 5), (64, 128, 4, 8), (64, 256, 4, 3), (64, 256, 4, 5), (128, 128, 4, 4), (128, 128, 8, 5)]

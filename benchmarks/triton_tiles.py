@@ -41,7 +41,7 @@ from jpaged.pallas_kernels.sample_tokens import hopper as hopper_sampling
 from jpaged.pallas_kernels.sample_tokens import triton as sampling
 from jpaged.pallas_kernels.sample_tokens.operands import Operands as Draws
 
-DECODE_CASES = ((64, 4096), (256, 1024), (8, 16384), (32, 1024))
+DECODE_CASES = ((64, 4096), (256, 1024), (16, 4096), (8, 16384), (32, 1024))
 LATENT_CASES = ((256, 512), (32, 2048), (8, 16384))
 RAGGED_CASES = ((16, 1024), (4, 4096), (1, 16384))
 SAMPLING_CASES = ((256, 0.95), (1, 0.95), (256, 1.0))  # rows, top_p

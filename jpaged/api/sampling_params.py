@@ -188,6 +188,10 @@ class SamplingParams:
         """The same parameters, with this seed, a signed 64-bit integer."""
         return self._unchecked({"seed": seed})
 
+    def constrained(self, constraint: StructuredOutputsParams | None) -> "SamplingParams":
+        """The same parameters, with this constraint, or without one."""
+        return self._unchecked({"structured_outputs": constraint})
+
     def changed(self, values: Mapping[str, object]) -> "SamplingParams":
         """The same parameters but for these, as `dataclasses.replace`, in half the time.
 

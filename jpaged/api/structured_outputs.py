@@ -1,9 +1,12 @@
 """What the text of an answer must look like: a JSON schema, a regular expression, a grammar. Names follow vLLM."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
+
+import msgspec
 
 from jpaged.api.checks import check_bool
 from jpaged.api.errors import InvalidParameterError, shown
@@ -71,6 +74,15 @@ class StructuredOutputsParams:
         check_bool("structured_outputs.disable_any_whitespace", self.disable_any_whitespace)
         self._check_options()
 
+    @classmethod
+    def of_checked(cls, fields: Mapping[str, Any]) -> "StructuredOutputsParams":
+        """Those whose `vars` are given, as a message brings them. They were checked when they were made, and are not
+        again: of a large schema that takes milliseconds."""
+        made = object.__new__(cls)
+        choice = fields["choice"]
+        vars(made).update(fields, choice=None if choice is None else tuple(choice))
+        return made
+
     @property
     def kind(self) -> str:
         """Which constraint is given: "json", "regex", ..."""
@@ -128,28 +140,38 @@ def _json_text(name: str, value: object) -> str | None:
     if value is None:
         return None
     if isinstance(value, Mapping):
-        _check_depth(name, value)
-        return _dumped(name, value)
+        return _dumped(name, value, is_plain=_check_depth(name, value))
     if not isinstance(value, str):
         raise InvalidParameterError(f"{name} must be a dictionary or JSON text, got {shown(value)}.")
     _check_text(name, value)
     try:
-        parsed = json.loads(value)
+        parsed = _parsed(value)
     except ValueError as error:
         raise InvalidParameterError(f"{name} is no JSON: {error}.") from None
     except RecursionError:
         raise InvalidParameterError(f"{name} nests deeper than {MAX_GRAMMAR_DEPTH} levels; flatten it.") from None
     if not isinstance(parsed, dict):
         raise InvalidParameterError(f"{name} must be a JSON object, got {shown(parsed)}.")
-    _check_depth(name, parsed)
-    _dumped(name, parsed)
+    _dumped(name, parsed, is_plain=_check_depth(name, parsed))
     return value
 
 
-def _dumped(name: str, value: Mapping[str, Any]) -> str:
-    """A JSON object as text. Python reads NaN and halves of characters, which are no JSON."""
+def _parsed(text: str) -> Any:
+    """What JSON text says. Python's own parser is slower, but explains errors; it takes NaN, which is refused later."""
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return msgspec.json.decode(text)
+    except (msgspec.MsgspecError, ValueError):
+        return json.loads(text)
+
+
+def _dumped(name: str, value: Mapping[str, Any], *, is_plain: bool) -> str:
+    """A JSON object as text. Python reads NaN and halves of characters, which are no JSON.
+
+    is_plain: as `_check_depth` says. Such a value goes by msgspec: Python's encoder holds the interpreter for
+    milliseconds, and all streams wait.
+    """
+    try:
+        text = _encoded(value) if is_plain else json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise InvalidParameterError(f"{name} is no JSON: {error}.") from None
     _check_text(name, text)
@@ -158,16 +180,36 @@ def _dumped(name: str, value: Mapping[str, Any]) -> str:
     return text
 
 
-def _check_depth(name: str, value: Any) -> None:
-    level, depth = [value], 0
+def _encoded(value: Mapping[str, Any]) -> str:
+    """JSON text of a plain object; a lone surrogate stays one, which is refused later."""
+    try:
+        return msgspec.json.encode(value).decode()
+    except UnicodeEncodeError:
+        return json.dumps(value, ensure_ascii=False)
+
+
+def _check_depth(name: str, value: Any) -> bool:
+    """Refuses what nests too deeply. Returns whether all of it is plain: of JSON's own types, with finite numbers and
+    strings as keys."""
+    level, depth, is_plain = [value], 0, True
     while level:
         depth += 1
         if depth > MAX_GRAMMAR_DEPTH:
             raise InvalidParameterError(f"{name} nests deeper than {MAX_GRAMMAR_DEPTH} levels; flatten it.")
         inner: list[Any] = []
+        keys: list[Any] = []
         for one in level:
-            inner += one.values() if type(one) is dict or isinstance(one, Mapping) else one
+            if type(one) is dict or isinstance(one, Mapping):
+                keys += one
+                inner += one.values()
+            else:
+                inner += one
+        kinds = set(map(type, inner))
+        is_plain = is_plain and kinds <= _PLAIN and set(map(type, keys)) <= {str}
+        if float in kinds:
+            is_plain = is_plain and all(map(math.isfinite, [one for one in inner if type(one) is float]))
         level = [one for one in inner if type(one) not in _SCALARS and _is_container(one)]
+    return is_plain
 
 
 def _is_container(value: Any) -> bool:
@@ -176,6 +218,7 @@ def _is_container(value: Any) -> bool:
 
 
 _SCALARS = {str, int, float, bool, type(None)}
+_PLAIN = _SCALARS | {dict, list}
 
 
 def _check_text(name: str, value: object) -> None:

@@ -31,6 +31,7 @@ from jpaged.api.errors import EngineDeadError
 from jpaged.api.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats, TargetScores
 from jpaged.api.pooling_params import PoolingParams
 from jpaged.api.sampling_params import SamplingParams
+from jpaged.api.structured_outputs import StructuredOutputsParams
 from jpaged.api.weights import InFlight
 from jpaged.engine.limits import RequestLimits
 from jpaged.engine.sequences.request import Request
@@ -88,7 +89,8 @@ class Resumed(_Message):
 class Add(_Message):
     """A request that has passed the checks of `InputProcessor`.
 
-    prompt, score_targets: int32 token ids as bytes.
+    prompt, score_targets: int32 token ids as bytes. constraint: the fields of `sampling.structured_outputs`, which is
+    left out there: checked once more, a large schema would hold up the engine process.
     again: it ran in an engine process that has ended, so every token of it is reported from here on: should this
     process end, too, none is lost. resumed: how far it had come; None for one that begins. on_trial: it may be what
     the last engine processes ended of, so it runs some steps before others that may be (`trials.py`).
@@ -102,6 +104,7 @@ class Add(_Message):
     priority: int
     cache_salt: str | None
     arrival_time: float
+    constraint: dict[str, Any] | None = None
     score_targets: bytes | None = None
     again: bool = False
     resumed: Resumed | None = None
@@ -111,15 +114,17 @@ class Add(_Message):
     @classmethod
     def of(cls, handle: int, request: Request, *, again: bool = False, on_trial: bool = False) -> "Add":
         """The message that asks for `request`. again, on_trial: as the fields."""
+        sampling, constraint = request.sampling, request.sampling.structured_outputs
         return cls(
             handle=handle,
             prompt=request.prompt_token_ids.tobytes(),
-            sampling=request.sampling,
+            sampling=sampling if constraint is None else sampling.constrained(None),
             beam=request.beam,
             bad_words_token_ids=request.bad_words_token_ids,
             priority=request.priority,
             cache_salt=request.cache_salt,
             arrival_time=request.stats.arrival_time,
+            constraint=None if constraint is None else vars(constraint),
             score_targets=None if request.score_targets is None else request.score_targets.tobytes(),
             again=again,
             resumed=Resumed.of(request) if again else None,
@@ -129,10 +134,13 @@ class Add(_Message):
 
     def request(self, request_id: str, eos_token_ids: tuple[int, ...]) -> Request:
         """The request, as the engine's scheduler takes it. Raises what `Request` raises."""
+        sampling = self.sampling
+        if self.constraint is not None:
+            sampling = sampling.constrained(StructuredOutputsParams.of_checked(self.constraint))
         request = Request(
             request_id,
             np.frombuffer(self.prompt, np.int32),
-            self.sampling,
+            sampling,
             eos_token_ids=eos_token_ids,
             bad_words_token_ids=self.bad_words_token_ids,
             priority=self.priority,

@@ -25,6 +25,12 @@ class Constraint(NamedTuple):
     params: dict[str, Any]
 
 
+def has_schema(request: GenerationRequest) -> bool:
+    """Whether a request's constraint may be JSON, as which a large one takes milliseconds to check."""
+    given = request.response_format, request.structured_outputs, request.guided_json, request.json_schema
+    return any(one is not None for one in given)
+
+
 def constraint_of(request: GenerationRequest) -> Constraint | None:
     """A request's constraint; None if its text is free. It is checked by `SamplingParams`.
 

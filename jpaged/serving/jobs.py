@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from jpaged.api.beam_search_params import BeamSearchParams
@@ -23,7 +24,7 @@ from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.admission import Admission, Ticket
 from jpaged.serving.answers import Answer, AnswerContext, answer_to
 from jpaged.serving.chat_template import template_arguments
-from jpaged.serving.constraints import Constraint
+from jpaged.serving.constraints import Constraint, has_schema
 from jpaged.serving.embedding_protocol import PoolingRequest
 from jpaged.serving.errors import ApiError
 from jpaged.serving.options import AppOptions
@@ -258,7 +259,8 @@ class JobMaker:
 
     async def _params(self, body: CompletionRequest | ChatCompletionRequest) -> SamplingParams | BeamSearchParams:
         ready = await self._engine.ready()
-        return sampling_of(body, ready.default_sampling_params)
+        work = partial(sampling_of, body, ready.default_sampling_params)
+        return await self._engine.in_thread(work) if has_schema(body) else work()
 
     async def _truncated(
         self,

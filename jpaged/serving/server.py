@@ -6,6 +6,7 @@ import logging
 import math
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import cast
@@ -29,6 +30,9 @@ from jpaged.serving.tls_listener import TlsListener
 from jpaged.serving.workers import supervise
 
 log = logging.getLogger("jpaged.server")
+_SWITCH_S = 0.0002
+"""For so long a thread that reads a large request keeps the interpreter when the event loop waits for it, with tokens
+of all streams; Python's default is 5 ms."""
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
@@ -84,6 +88,7 @@ async def run(
         EngineDeadError: the engine has ended and is not started again.
     """
     set_objects_apart()
+    sys.setswitchinterval(_SWITCH_S)
     async with engine:
         _log_engine(app_options.served_model_names[0], await engine.ready())
         app = build_app(engine, app_options, clients)

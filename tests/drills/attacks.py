@@ -134,15 +134,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=10.0, help="of undisturbed streams, and beside each attack")
+    parser.add_argument("--only", action="append", metavar="NAME", help="this attack and ordinary chats; repeatable")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE")
     args = parser.parse_args()
+    chosen = {name: fields for name, fields in attacks() if not args.only or name in (ORDINARY, *args.only)}
+    if unknown := set(args.only or ()) - set(chosen):
+        parser.error(f"--only: no attack is named {', '.join(map(repr, sorted(unknown)))}")
     found: list[dict[str, Any]] = []
     # All programs are there, as on GPUs: others would wait while the first constrained rows' are compiled.
     options = ["--max-num-seqs", "16", "--max-num-batched-tokens", "64", "--compile-programs", "at_start"]
     with serving(options) as server, ProcessPoolExecutor(1, get_context("spawn")) as attacker:
         chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
         # Made before anything is measured: it would keep the threads that read streams from running.
-        bodies = {name: json.dumps(chat | fields).encode() for name, fields in attacks()}
+        bodies = {name: json.dumps(chat | fields).encode() for name, fields in chosen.items()}
         streams = Streams(server.url, args.streams)
         try:
             attacker.submit(attack, server.url, b"", 0).result()  # the process starts

@@ -59,6 +59,16 @@ def test_a_request_arrives_as_it_was_checked():
     assert arrived.stop_token_ids == (2,)
 
 
+@pytest.mark.parametrize("constraint", [{"json": {"type": "integer"}}, {"choice": ["a", "b"]}])
+def test_a_constraint_is_not_checked_again_where_it_arrives(constraint, monkeypatch):
+    params = StructuredOutputsParams(**constraint)
+    message = Add.of(3, Request("a", np.arange(3), SamplingParams(structured_outputs=params)))
+    monkeypatch.setattr(StructuredOutputsParams, "__post_init__", lambda self: pytest.fail("it is checked again"))
+    arrived = sent(message, ToEngine).request("b", ()).sampling.structured_outputs
+    assert arrived == params
+    assert hash(arrived) == hash(params)
+
+
 def test_an_output_arrives_with_the_prompt_that_its_client_kept():
     logprobs = [{7: Logprob(-0.5, 1, "x"), 9: Logprob(-2.0, 2, None)}]
     completion = CompletionOutput(1, "text", [7], -0.5, logprobs, "stop", "end", 0.25)

@@ -1,0 +1,117 @@
+"""Measures tile configurations of the Triton product of experts in few bits on this GPU, for the table in
+`jpaged/pallas_kernels/quantized_grouped_product/triton.py`.
+
+    python benchmarks/expert_tiles.py e4m3 int4 --tokens 32 --tokens 1024 --json tiles.json
+
+Both products of Qwen3-30B-A3B's experts, one behind the other, in microseconds; one JSON line each.
+"""
+
+import argparse
+import json
+import statistics
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import product as product_of
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged.bench import kernels
+from jpaged.bench.kernel_cases.experts import FEW_BITS, Experts, FewBits, quantized_experts_case
+from jpaged.pallas_kernels.grouped_product.tiles import RowGroups
+from jpaged.pallas_kernels.quantized_grouped_product import triton as kernel
+from jpaged.pallas_kernels.quantized_grouped_product.api import EIGHT_BITS
+from jpaged.pallas_kernels.quantized_grouped_product.operands import Experts as Weights
+from jpaged.pallas_kernels.quantized_grouped_product.operands import Operands, Options
+
+NAMES = {bits.name: bits for bits in FEW_BITS}
+
+
+def configs(tokens: int, bits: FewBits) -> list[kernel.Config]:
+    """Candidates: rows, outputs, depth, warps, stages. In 4 bits a step is as deep as its form asks for."""
+    if tokens <= 256:
+        shapes = [
+            (16, 32, 128, 2, 4),
+            (16, 32, 128, 2, 6),
+            (16, 64, 128, 4, 4),
+            (16, 32, 128, 4, 4),
+            (16, 32, 64, 2, 6),
+        ]
+        shapes += [
+            (16, 32, 256, 2, 3),
+            (16, 32, 256, 4, 3),
+            (16, 16, 256, 2, 4),
+            (16, 64, 128, 2, 4),
+            (32, 32, 128, 2, 4),
+        ]
+    else:
+        shapes = [
+            (64, 32, 128, 4, 3),
+            (64, 64, 128, 4, 3),
+            (64, 64, 64, 4, 4),
+            (64, 64, 128, 8, 3),
+            (64, 128, 64, 8, 3),
+        ]
+        shapes += [(32, 64, 128, 4, 3), (128, 64, 64, 8, 3), (128, 64, 128, 8, 2), (128, 128, 64, 8, 3)]
+        shapes += [(128, 64, 64, 4, 3), (128, 64, 32, 4, 4), (256, 64, 64, 8, 3)]
+    if bits.form not in EIGHT_BITS:
+        shapes = [one for one in shapes if one[2] == 128 or one[0] >= 128]
+    return [kernel.Config(*one) for one in shapes]
+
+
+def compile_both(config: kernel.Config, tokens: int, bits: FewBits, arguments: tuple[Any, ...]) -> None:
+    """Compiles both products; jax-triton keeps them, by shapes and constants."""
+    x, gate_up, down, grouped, twos = arguments
+    groups = RowGroups(*grouped[0])
+    inner = jax.ShapeDtypeStruct((x.shape[0], down[0].shape[2] * (1 if bits.form in EIGHT_BITS else 2)), jnp.bfloat16)
+    for rows, weights, activation, factors in ((x, gate_up, "silu", None), (inner, down, None, twos)):
+        operands = Operands(rows, Weights(*weights, None, None), groups, factors)
+        options = Options(bits.form, bits.group, activation)
+        run = partial(kernel.quantized_grouped_product, options=options, config=config)
+        jax.jit(run).lower(operands)
+
+
+def measured(tokens: int, bits: FewBits) -> list[dict[str, Any]]:
+    """A line for each configuration."""
+    experts = Experts()
+    floor = max(experts.floors_us(tokens, bits))
+    built = quantized_experts_case(tokens, bits, experts, "triton")
+    lines = []
+    with ThreadPoolExecutor(12) as pool:
+        done: dict[kernel.Config, Future[None]] = {
+            config: pool.submit(compile_both, config, tokens, bits, built[1]) for config in configs(tokens, bits)
+        }
+    for config, compiled in done.items():
+        line: dict[str, Any] = {"bits": bits.name, "tokens": tokens, "config": str(config), "floor_us": round(floor, 1)}
+        kernel.default_config = lambda *_, of=config: of
+        jax.clear_caches()
+        try:
+            compiled.result()
+            seconds, _ = kernels.measure(lambda: built, repeats=3)
+            line["us"] = round(1e6 * statistics.median(seconds), 2)
+            line["spread"] = round(float(np.ptp(seconds)) / statistics.median(seconds), 3)
+        except Exception as error:
+            line["error"] = f"{type(error).__name__}: {error}"[:200]
+        print(json.dumps(line), flush=True)
+        lines.append(line)
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bits", nargs="+", choices=NAMES)
+    parser.add_argument("--tokens", type=int, action="append", help="may be repeated (default: 1, 32, 256, 1024, 8192)")
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+    kernels._BATCH_S = 0.01
+    figures: list[dict[str, Any]] = []
+    for name, tokens in product_of(options.bits, options.tokens or (1, 32, 256, 1024, 8192)):
+        figures += measured(tokens, NAMES[name])
+        options.json.write_text(json.dumps({"kind": "experts", "figures": figures}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
