@@ -21,14 +21,14 @@ def pairs(word: int, dtype: type = BFLOAT16) -> np.ndarray:
     return np.array([word & 0xFFFF, word >> 16], np.uint16).view(dtype)
 
 
-def run(assembly: str, outputs: int, word: int, dtype: type = BFLOAT16) -> list[np.ndarray]:
-    """What the instructions that are used here make of a register: dtype [2] of each output."""
-    registers = {f"${outputs}": word}
+def run(assembly: str, outputs: int, *words: int, dtype: type = BFLOAT16) -> list[np.ndarray]:
+    """What the instructions that are used here make of registers: dtype [2] of each output."""
+    registers = {f"${outputs + i}": word for i, word in enumerate(words)}
 
     def value(name: str) -> int:
         return registers[name] if name in registers else int(name, 0)
 
-    for line in re.findall(r"^ *((?:mov|prmt|shl|shr|and|or|xor|lop3|fma)\S*) (.*);$", assembly, re.MULTILINE):
+    for line in re.findall(r"^ *((?:mov|prmt|shl|shr|and|or|xor|lop3|mul|fma)\S*) (.*);$", assembly, re.MULTILINE):
         name, (target, *operands) = line[0], line[1].split(", ")
         given = [value(operand) for operand in operands]
         match name:
@@ -47,6 +47,8 @@ def run(assembly: str, outputs: int, word: int, dtype: type = BFLOAT16) -> list[
                 found = given[0] | given[1]
             case "xor.b32":
                 found = given[0] ^ given[1]
+            case "mul.lo.u32":
+                found = given[0] * given[1] & 0xFFFFFFFF
             case "lop3.b32":
                 assert given[3] == 0xF0 & 0xCC | 0xAA
                 found = given[0] & given[1] | given[2]
@@ -89,7 +91,7 @@ def e4m3(of_bytes: np.ndarray) -> np.ndarray:
 def test_both_numbers_of_a_word_in_e4m3_are_widened_exactly(assembly, dtype):
     for given in WORDS:
         of_bytes = given.astype(np.uint8)
-        lower, upper = run(assembly.value, 2, int.from_bytes(of_bytes.tobytes(), "little"), dtype)
+        lower, upper = run(assembly.value, 2, int.from_bytes(of_bytes.tobytes(), "little"), dtype=dtype)
         same(lower, e4m3(of_bytes)[::2])
         same(upper, e4m3(of_bytes)[1::2])
 
@@ -106,16 +108,24 @@ def test_both_numbers_of_a_word_in_e4m3_are_widened_exactly(assembly, dtype):
 def test_four_bytes_are_widened_exactly(assembly, dtype, right):
     for given in WORDS:
         of_bytes = given.astype(np.uint8)
-        found = run(assembly.value, 2, int.from_bytes(of_bytes.tobytes(), "little"), dtype)
+        found = run(assembly.value, 2, int.from_bytes(of_bytes.tobytes(), "little"), dtype=dtype)
         same(np.concatenate(found), right(of_bytes))
 
 
-@pytest.mark.parametrize(
-    ("assembly", "dtype"), [(triton_fp4._BFLOAT16_FOURS, BFLOAT16), (triton_fp4._FLOAT16_FOURS, np.float16)]
-)
-def test_both_halves_of_a_byte_in_e2m1_are_widened_exactly(assembly, dtype):
-    numbers = np.array(E2M1)
+def test_both_halves_of_a_byte_in_e2m1_are_widened_exactly():
     for given in WORDS:
-        found = run(assembly.value, 4, int.from_bytes(given.astype(np.uint8).tobytes(), "little"), dtype)
-        same(np.concatenate(found[:2]), numbers[given & 15])
-        same(np.concatenate(found[2:]), numbers[given >> 4])
+        word = int.from_bytes(given.astype(np.uint8).tobytes(), "little")
+        found = run(triton_fp4._FLOAT16_FOURS.value, 4, word, dtype=np.float16)
+        same(np.concatenate(found[:2]), np.array(E2M1)[given & 15])
+        same(np.concatenate(found[2:]), np.array(E2M1)[given >> 4])
+
+
+@pytest.mark.parametrize("scales", [[1.0] * 8, [2.0**-125, 2.0**125, 0.5, 8.0, 448.0, 2.0**-9, 1.125, 0.0]])
+def test_both_halves_of_a_byte_in_e2m1_are_scaled_exactly(scales):
+    """Each by its own number, whichever bytes a thread has beside each other."""
+    words = np.array(scales).astype(BFLOAT16).view(np.uint32).tolist()
+    for given in WORDS:
+        word = int.from_bytes(given.astype(np.uint8).tobytes(), "little")
+        found = run(triton_fp4._BFLOAT16_FOURS.value, 4, word, *words)
+        same(np.concatenate(found[:2]), np.array(E2M1)[given & 15] * scales[:4])
+        same(np.concatenate(found[2:]), np.array(E2M1)[given >> 4] * scales[4:])

@@ -4,32 +4,25 @@ import triton
 import triton.language as tl
 
 from jpaged.pallas_kernels.common.triton_assembly import twice
-from jpaged.pallas_kernels.common.triton_fp8 import widen
 
 
-def _fours_in_registers(kind: str, lower_left: int, upper_left: int, digits: int, factor: int) -> tl.constexpr:
+def _fours_in_registers(kind: str, spread: tuple[str, ...], factor: int, *, scaled: bool = False) -> tl.constexpr:
     """Four bytes, in a register, to their lower four bits and their upper ones as `kind`, two in a register each.
 
-    lower_left, upper_left: how far their digits move to their places. digits: their mask. factor: the power of two, in
-    `kind`. Added to minus zero, a product keeps the sign of its zeros.
+    spread: what puts the sign and the digits of the lower four bits of {of}, and of the upper ones, in their places in
+    `bits`. There they are a number that `factor`, a power of two in `kind`, makes right. scaled: each is multiplied by
+    one more, of further registers in the order of results. Added to minus zero, a product keeps a zero's sign.
     """
     parts = "".join(
-        f"""
-    shl.b32 sign, {of}, {sign_left};
-    shl.b32 size, {of}, {left};
-    and.b32 size, size, {twice(digits)};
-    lop3.b32 size, sign, zero, size, 0xEA;
-    fma.rn.{kind} ${output}, size, factor, zero;"""
-        for output, of, sign_left, left in (
-            (0, "a", 12, lower_left),
-            (1, "b", 12, lower_left),
-            (2, "a", 8, upper_left),
-            (3, "b", 8, upper_left),
-        )
+        spread[output // 2].format(of=of)
+        + f"""
+    fma.rn.{kind} ${output}, bits, factor, zero;"""
+        + (f"\n    fma.rn.{kind} ${output}, ${output}, ${5 + output}, zero;" if scaled else "")
+        for output, of in enumerate("abab")
     )
     return tl.constexpr(f"""
 {{
-    .reg .b32 a, b, sign, size, factor, zero;
+    .reg .b32 a, b, bits, sign, factor, zero;
     mov.b32 factor, {twice(factor)};
     mov.b32 zero, {twice(0x8000)};
     prmt.b32 a, $4, 0, 0x4140;
@@ -38,24 +31,69 @@ def _fours_in_registers(kind: str, lower_left: int, upper_left: int, digits: int
 """)
 
 
-_BFLOAT16_FOURS = _fours_in_registers("bf16x2", 6, 2, 0x01C0, 0x7E80)
-_FLOAT16_FOURS = _fours_in_registers("f16x2", 9, 5, 0x0E00, 0x7400)
+# Multiplied by the sum of two powers of two, four bits are in two places, which do not overlap here.
+_BFLOAT16_SPREAD = tuple(
+    f"""
+    and.b32 bits, {{of}}, {mask};
+    mul.lo.u32 bits, bits, {powers};
+    and.b32 bits, bits, 0x81C081C0;"""
+    for mask, powers in (("0x000F000F", "0x1040"), ("0x00F000F0", "0x0104"))
+)
+_FLOAT16_SPREAD = tuple(
+    f"""
+    shl.b32 sign, {{of}}, {sign_left};
+    shl.b32 bits, {{of}}, {left};
+    and.b32 bits, bits, 0x0E000E00;
+    lop3.b32 bits, sign, zero, bits, 0xEA;"""
+    for sign_left, left in ((12, 9), (8, 5))
+)
+_BFLOAT16_FOURS = _fours_in_registers("bf16x2", _BFLOAT16_SPREAD, 0x7E80, scaled=True)
+_FLOAT16_FOURS = _fours_in_registers("f16x2", _FLOAT16_SPREAD, 0x7400)
 
 
 @triton.jit
-def widen_e2m1_halves(packed, DTYPE: tl.constexpr, IN_REGISTERS: tl.constexpr):
-    """uint8 -> E2M1 of its lower and of its upper four bits, both as DTYPE, as of `widen_e2m1`. IN_REGISTERS: four
-    neighbours of a thread at a time. On GPUs alone."""
-    if IN_REGISTERS and DTYPE.is_bf16():
-        lower, upper = tl.inline_asm_elementwise(
-            _BFLOAT16_FOURS, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-        )
+def scaled_halves(packed, of_lower, of_upper, IN_REGISTERS: tl.constexpr):
+    """uint8 [N, 16 G] -> E2M1 of each byte's lower and upper four bits, times what its sixteen bytes have in of_lower
+    and of_upper, [N, G] of the result's type, bfloat16 or float16. Products with e4m3, and in bfloat16 with powers of
+    two, are exact, the latter from 2^-126 on.
+
+    IN_REGISTERS: four neighbours of a thread at a time. On GPUs alone.
+    """
+    times_lower, times_upper = _of_each_byte(of_lower, packed), _of_each_byte(of_upper, packed)
+    if of_lower.dtype.is_fp16():
+        lower, upper = float16_halves(packed, IN_REGISTERS)
+        lower, upper = lower * times_lower, upper * times_upper
     elif IN_REGISTERS:
+        lower, upper = tl.inline_asm_elementwise(
+            _BFLOAT16_FOURS,
+            "=r,=r,=r,=r,r,r,r,r,r",
+            [packed, times_lower, times_upper],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        lower = widen_e2m1(packed & 15, tl.bfloat16) * times_lower
+        upper = widen_e2m1(packed >> 4, tl.bfloat16) * times_upper
+    return lower, upper
+
+
+@triton.jit
+def _of_each_byte(of_sixteens, packed):
+    """[N, G] -> [N, 16 G]."""
+    spread = tl.broadcast_to(of_sixteens[:, :, None], (packed.shape[0], packed.shape[1] // 16, 16))
+    return tl.reshape(spread, packed.shape)
+
+
+@triton.jit
+def float16_halves(packed, IN_REGISTERS: tl.constexpr):
+    """uint8 -> E2M1 of a byte's lower and upper four bits, both float16. IN_REGISTERS: likewise."""
+    if IN_REGISTERS:
         lower, upper = tl.inline_asm_elementwise(
             _FLOAT16_FOURS, "=r,=r,=r,=r,r", [packed], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
         )
     else:
-        lower, upper = widen_e2m1(packed & 15, DTYPE), widen_e2m1(packed >> 4, DTYPE)
+        lower, upper = widen_e2m1(packed & 15, tl.float16), widen_e2m1(packed >> 4, tl.float16)
     return lower, upper
 
 
@@ -69,13 +107,6 @@ def widen_e2m1(bits, DTYPE: tl.constexpr):
     else:
         value = (sign | (size << 9)).to(tl.float16, bitcast=True) * tl.full([], 16384.0, tl.float16)
     return value
-
-
-@triton.jit
-def widen_nvfp4(bits, scale, DTYPE: tl.constexpr):
-    """E2M1 times e4m3, both as uint8 -> DTYPE, exactly: a product has six digits."""
-    value = widen_e2m1(bits, DTYPE).to(tl.float32) * widen(scale, DTYPE).to(tl.float32)
-    return value.to(DTYPE)
 
 
 @triton.jit

@@ -12,7 +12,8 @@ One query token a sequence: every key and value is read once, so the kernel is a
             a part                    state --> memory, counted in; who comes last folds all parts, in order
 
 A chunk's state is the fold of its leaves' states in order, whether one CTA computes them all or the last collects them
-from memory, and a sequence's is the fold of its chunks': so its bits depend neither on the batch nor on who came last.
+from memory, and a sequence's is the fold of its chunks': so its bits depend neither on who came last nor on the batch
+(in e4m3, but for whether it is a small one, which has other tiles).
 
 Sources: Flash-Decoding (pytorch.org/blog/flash-decoding), FlashAttention-2 (arXiv:2307.08691).
 """
@@ -84,16 +85,20 @@ def rows_of_a_tile(share: int, head_dim: int, itemsize: int) -> int:
     return 16 if share <= 16 or head_dim * itemsize > _MOST_BYTES else _MOST_ROWS
 
 
-def default_config(head_dim: int, rows: int, itemsize: int, *, widens: bool = False, latents: bool = False) -> Config:
-    """For a head_dim, so many query heads of a group, padded, and bytes of a query's number. widens: keys and values
-    have fewer. latents: they are the same numbers, DeepSeek's."""
+def default_config(
+    head_dim: int, rows: int, itemsize: int, *, batch: int | None = None, latents: bool = False
+) -> Config:
+    """For a head_dim, so many query heads of a group, padded, and bytes of a query's number. batch: sequences that read
+    keys and values in e4m3; None where these have as many bytes. latents: they are the same numbers, DeepSeek's."""
     if latents:
         return for_family(_OF_LATENTS)[itemsize]
     padded = max(64, triton.next_power_of_2(head_dim))
     config = for_family(_CONFIGS)[padded, itemsize]
-    if widens:
+    if batch is not None:
         config = replace(config, stages=_STAGES_IN_8_BITS)
-    if rows == _MOST_ROWS or (widens and padded == MOST_HEAD_DIM):  # twice the registers
+        if batch <= _MOST_CUT and config == _OF_LARGE_BATCHES:
+            config = _OF_SMALL_BATCHES
+    if rows == _MOST_ROWS or (batch is not None and padded == MOST_HEAD_DIM):  # twice the registers
         return replace(config, warps=2 * config.warps, ctas=max(1, config.ctas // 2))
     return config
 
@@ -114,6 +119,10 @@ the best of a sweep on an H200 (`benchmarks/triton_tiles.py`)."""
 
 _STAGES_IN_8_BITS = 5
 """Of pools in e4m3, whose tiles have half the bytes; the best with head_dim 128 on an H200."""
+_OF_LARGE_BATCHES, _OF_SMALL_BATCHES = Config(64, 2, _STAGES_IN_8_BITS, 4), Config(128, 4, _STAGES_IN_8_BITS, 2)
+_MOST_CUT = 32
+"""In e4m3 with head_dim 128, batches of so many sequences are mostly cut into leaves. A tile is a leaf then: on an H200
+that reads 16 x 4,096 tokens at 1.5 times the rate, and longer ones at 0.92 of it."""
 
 _LARGE_LATENTS = {
     2: Config(tile=64, warps=8, stages=5, ctas=1),
@@ -144,8 +153,8 @@ def decode_attention(
     value_dim, latents = features.value_dim or head_dim, kv_pool.shape[1] == 1
     rows = _LATENT_ROWS if latents else rows_of_a_tile(share, head_dim, q.dtype.itemsize)
     if config is None:
-        widens = kv_pool.dtype != q.dtype
-        config = default_config(head_dim, rows, q.dtype.itemsize, widens=widens, latents=latents)
+        of_e4m3 = batch if kv_pool.dtype != q.dtype else None
+        config = default_config(head_dim, rows, q.dtype.itemsize, batch=of_e4m3, latents=latents)
     groups = kv_heads * triton.cdiv(share, rows)
     cuts = Cuts(config.tile, _LEAF_TOKENS, _CHUNK_TOKENS, num_multiprocessors() * _CUT_FOR)
     ctas = num_multiprocessors() * config.ctas

@@ -23,7 +23,8 @@ import triton.language as tl
 from jpaged.pallas_kernels.common.numerics import as_bits
 from jpaged.pallas_kernels.common.triton_assembly import runs_assembly
 from jpaged.pallas_kernels.common.triton_call import Launch, call
-from jpaged.pallas_kernels.common.triton_fp4 import inverse, widen_nvfp4
+from jpaged.pallas_kernels.common.triton_fp4 import inverse, scaled_halves
+from jpaged.pallas_kernels.common.triton_fp8 import widen
 from jpaged.pallas_kernels.common.triton_int4 import halves
 from jpaged.pallas_kernels.common.triton_targets import by_shared_memory, for_family
 from jpaged.pallas_kernels.common.triton_tiles import splits_of
@@ -49,7 +50,7 @@ class Config:
 
 
 _SMALL = (Config(8, 64, 4, 4, 2), Config(16, 32, 2, 4, 2), Config(32, 64, 2, 4), Config(64, 64, 4, 2))
-_LARGE = (Config(8, 64, 4, 4, 4), Config(16, 32, 2, 4, 2), Config(32, 64, 4, 4, 2), Config(64, 128, 8, 3))
+_LARGE = (Config(8, 64, 4, 4, 2), Config(16, 32, 2, 4, 2), Config(32, 64, 2, 4), Config(64, 128, 8, 3))
 _CONFIGS = by_shared_memory(_LARGE, _SMALL)
 """By family of GPUs, from few rows to many. Large ones of up to 32 rows were found by a sweep on an H200
 (`benchmarks/product_tiles.py`)."""
@@ -98,7 +99,7 @@ def int4_product(operands: Operands, *, group: int, dtype: Any, config: Config |
     launch = Launch((ctas,), config.warps, config.stages)
     out = jax.ShapeDtypeStruct((rows, columns), dtype)
     constants: dict[str, Any] = {"M": rows, "K": depth, "N": columns, "GROUP": group, "STRIPS": strips}
-    constants |= {"ROWS": config.rows, "COLUMNS": config.columns}
+    constants |= {"ROWS": config.rows, "COLUMNS": config.columns, "IN_REGISTERS": runs_assembly()}
     if outer is not None:
         del constants["GROUP"]
         constants["STEP"] = _NV_STEP
@@ -109,7 +110,6 @@ def int4_product(operands: Operands, *, group: int, dtype: Any, config: Config |
     split = triton.cdiv(triton.cdiv(groups, splits), config.side) * config.side
     splits = triton.cdiv(groups, split)
     constants |= {"ZEROS": zero is not None, "SPLIT": split, "SIDE": config.side}
-    constants["IN_REGISTERS"] = runs_assembly()
     launch = replace(launch, grid=(ctas, splits))
     parts = jax.ShapeDtypeStruct((splits, rows, columns), dtype if splits == 1 else jnp.float32)
     (y,) = call(_int4_product, launch, x, w, scale, w if zero is None else zero, out=[parts], **constants)
@@ -199,30 +199,31 @@ def _nvfp4_product(
     ROWS: tl.constexpr,  # of a CTA
     COLUMNS: tl.constexpr,  # of a CTA
     STEP: tl.constexpr,  # inputs at a time
+    IN_REGISTERS: tl.constexpr,  # as of `scaled_halves`
 ):
     """x: [M, K]. w: uint8 [N, K / 2]. scale: e4m3 as uint8 [N, K / 16]. outer: float32 [N]. out: [M, N]."""
     row = (tl.program_id(0) // STRIPS) * ROWS + tl.arange(0, ROWS)
     column = (tl.program_id(0) % STRIPS) * COLUMNS + tl.arange(0, COLUMNS)
     is_row, is_column = row < M, column < N
-    inner = tl.arange(0, STEP // 2)
+    inner, sixteens = tl.arange(0, STEP // 2), tl.arange(0, STEP // 32)
     place = (inner // 16) * 32 + inner % 16  # the input that a byte's lower bits are for
-    inputs = x + row.to(tl.int64)[:, None] * K + place[None, :]
-    words = w + column.to(tl.int64)[None, :] * (K // 2) + inner[:, None]
-    scales = scale + column.to(tl.int64)[None, :] * (K // 16) + (inner // 16 * 2)[:, None]
+    inputs = x + row.to(tl.int64)[None, :] * K + place[:, None]
+    words = w + column.to(tl.int64)[:, None] * (K // 2) + inner[None, :]
+    scales = scale + column.to(tl.int64)[:, None] * (K // 16) + 2 * sixteens[None, :]
     kind: tl.constexpr = x.dtype.element_ty
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    total = tl.zeros((COLUMNS, ROWS), tl.float32)
     for step in range(0, (K + STEP - 1) // STEP):
-        here, there = is_column[None, :], is_row[:, None]
+        of_words, of_scales, of_inputs = is_column[:, None], is_column[:, None], is_row[None, :]
         if K % STEP != 0:
-            left = step * STEP + place < K
-            here, there = here & left[:, None], there & left[None, :]
-        packed = tl.load(words + step * (STEP // 2), mask=here, other=0)
-        lower = tl.load(scales + step * (STEP // 16), mask=here, other=0)
-        upper = tl.load(scales + step * (STEP // 16) + 1, mask=here, other=0)
-        first = tl.load(inputs + step * STEP, mask=there, other=0.0)
-        second = tl.load(inputs + step * STEP + 16, mask=there, other=0.0)
-        total = tl.dot(first, widen_nvfp4(packed & 15, lower, kind), total)
-        total = tl.dot(second, widen_nvfp4(packed >> 4, upper, kind), total)
-    total *= inverse(tl.load(outer + column, mask=is_column, other=0.0))[None, :]
-    target = out + row.to(tl.int64)[:, None] * N + column[None, :]
-    tl.store(target, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+            left = K - step * STEP
+            of_words, of_inputs = of_words & (place < left)[None, :], of_inputs & (place < left)[:, None]
+            of_scales = of_scales & (sixteens * 32 < left)[None, :]
+        packed = tl.load(words + step * (STEP // 2), mask=of_words, other=0)
+        of_lower = widen(tl.load(scales + step * (STEP // 16), mask=of_scales, other=0), kind)
+        of_upper = widen(tl.load(scales + step * (STEP // 16) + 1, mask=of_scales, other=0), kind)
+        lower, upper = scaled_halves(packed, of_lower, of_upper, IN_REGISTERS)
+        total = tl.dot(lower, tl.load(inputs + step * STEP, mask=of_inputs, other=0.0), total)
+        total = tl.dot(upper, tl.load(inputs + step * STEP + 16, mask=of_inputs, other=0.0), total)
+    total *= inverse(tl.load(outer + column, mask=is_column, other=0.0))[:, None]
+    target = out + row.to(tl.int64)[None, :] * N + column[:, None]
+    tl.store(target, total.to(out.dtype.element_ty), mask=is_column[:, None] & is_row[None, :])

@@ -4,11 +4,13 @@
 
     a CTA:  sums of outputs x rows, transposed: few rows then waste no more of a tensor core than they must
             fp8, int8     steps of inputs; scales multiply sums, at the end, or behind each step of one group
-            int4, mxfp4   a group of inputs at a time: lower bits meet its first half, upper bits the second
-            nvfp4         eight groups at a time: lower bits meet every other one, upper bits those between
+            int4          a group of inputs at a time: lower bits meet its first half, upper bits the second
+            mxfp4, nvfp4  several groups at a time: lower bits meet halves of groups, or every other group, upper bits
+                          those between
             activation or weights --> out, rows of the tile alone
 
-Widened values are exact in 16 bits, NVFP4's with their scales, too; other scales multiply sums in float32.
+Widened values are exact in 16 bits, those of MXFP4 (in bfloat16) and NVFP4 with their scales, too; other scales
+multiply sums in float32. MXFP4 in float16 goes as int4.
 """
 
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ import triton.language as tl
 from jpaged.pallas_kernels.common.numerics import as_bits
 from jpaged.pallas_kernels.common.triton_assembly import runs_assembly
 from jpaged.pallas_kernels.common.triton_call import Launch, call
-from jpaged.pallas_kernels.common.triton_fp4 import inverse, widen_e2m1_halves, widen_nvfp4
+from jpaged.pallas_kernels.common.triton_fp4 import float16_halves, inverse, scaled_halves
 from jpaged.pallas_kernels.common.triton_fp8 import widen
 from jpaged.pallas_kernels.common.triton_int4 import halves
 from jpaged.pallas_kernels.common.triton_int8 import widen_int8
@@ -39,9 +41,10 @@ _GROUP, _FIRST, _END = (tl.constexpr(x) for x in (GROUP, FIRST, END))
 _NAMES = tuple(ACTIVATIONS)
 _PLAIN, _WEIGHTED = tl.constexpr(-2), tl.constexpr(-1)
 _FORMS = ("fp8", "int8", "int4", "mxfp4", "nvfp4")
-_FP8, _INT8, _INT4, _MXFP4, _NVFP4 = (tl.constexpr(i) for i in range(5))
-_NV_STEP = 128
-"""Inputs of a step in NVFP4."""
+_FP8, _INT8, _INT4, _MXFP4, _SCALED_MXFP4, _NVFP4 = (tl.constexpr(i) for i in range(6))
+"""Places of forms in `_FORMS`, one more where weights are multiplied by their scales."""
+_STEPS = (128, 64)
+"""Inputs of a step of several groups, where one of these divides all inputs; else the first."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,12 @@ def default_config(rows: int, groups: int, form: str) -> Config:
     return next((one for one in table if one.rows * groups >= rows), table[-1])
 
 
+def _has_scaled_weights(form: str, dtype: Any) -> bool:
+    """Whether weights are multiplied by their scales, in which they stay exact; then a step has several groups. Of the
+    types of 16 bits bfloat16 alone has all of MXFP4's powers of two."""
+    return form == "nvfp4" or (form == "mxfp4" and dtype == jnp.bfloat16)
+
+
 def unsupported(x: jax.Array, w: jax.Array, scale: jax.Array, form: str, group: int | None) -> str | None:
     """Why the kernel cannot take these (checked) arguments; None if it can."""
     del w
@@ -102,8 +111,7 @@ def quantized_grouped_product(operands: Operands, options: Options, config: Conf
     experts, outputs, number = scale.shape
     config = config or default_config(rows, experts, form)
     columns = outputs if activation is None else outputs // 2
-    # In MXFP4, a step of wider strips would go through shared memory once more.
-    width = 2 * config.outputs if activation is None and form != "mxfp4" else config.outputs
+    width = 2 * config.outputs if activation is None else config.outputs
     strips = triton.cdiv(columns, width)
     listed, ends = plan(groups, experts, rows=rows, height=config.rows)
     launch = Launch((listed.shape[0] * strips,), config.warps, config.stages)
@@ -112,13 +120,14 @@ def quantized_grouped_product(operands: Operands, options: Options, config: Conf
     else:
         ending = _PLAIN.value if weights is None else _WEIGHTED.value
     shared = depth if number == 1 or group is None else group
+    has_scaled_weights = _has_scaled_weights(form, x.dtype)
     if form in EIGHT_BITS:
         step = config.depth if number == 1 else min(config.depth, shared)
     else:
-        step = _NV_STEP if form == "nvfp4" else shared
+        step = next((one for one in _STEPS if depth % one == 0), _STEPS[0]) if has_scaled_weights else shared
     constants: dict[str, Any] = {"LAST": ends.shape[0] - 1, "DEPTH": depth, "COLUMNS": columns, "ENDING": ending}
-    constants |= {"STRIPS": strips, "ROWS": config.rows, "WIDTH": width, "STEP": step, "FORM": _FORMS.index(form)}
-    constants |= {"GROUPS": number, "GROUP": shared}
+    constants |= {"STRIPS": strips, "ROWS": config.rows, "WIDTH": width, "STEP": step, "GROUPS": number}
+    constants |= {"FORM": _FORMS.index(form) + has_scaled_weights, "GROUP": shared}
     constants |= {"ZEROS": zero is not None, "IN_REGISTERS": runs_assembly()}
     out = jax.ShapeDtypeStruct((rows, columns), x.dtype)
     # What is not there is not read either, and x stands for it.
@@ -146,7 +155,7 @@ def _quantized_grouped_product(
     STRIPS: tl.constexpr,
     ROWS: tl.constexpr,  # of a tile
     WIDTH: tl.constexpr,  # columns of a strip
-    STEP: tl.constexpr,  # inputs of a step, which divides a group; in 4 bits a whole one, in NVFP4 several
+    STEP: tl.constexpr,  # inputs of a step, which divides a group; in 4 bits one or several
     FORM: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,  # inputs of a group
@@ -169,6 +178,7 @@ def _quantized_grouped_product(
     column = (tl.program_id(0) % STRIPS) * WIDTH + tl.arange(0, WIDTH)
     is_column = column < COLUMNS
     GATED: tl.constexpr = ENDING >= 0
+    SCALED: tl.constexpr = FORM >= _SCALED_MXFP4
     HALVES: tl.constexpr = 2 if GATED else 1
     EIGHT: tl.constexpr = FORM <= _INT8
     BYTES: tl.constexpr = DEPTH if EIGHT else DEPTH // 2
@@ -177,9 +187,10 @@ def _quantized_grouped_product(
     second = tl.zeros((WIDTH if GATED else 16, ROWS), tl.float32)
     PART: tl.constexpr = STEP if EIGHT else STEP // 2
     inner = tl.arange(0, PART)
-    # Of a byte in NVFP4 the lower bits are for an input of one group of 16, the upper bits for one of the next.
-    place = (inner // 16) * 32 + inner % 16 if FORM == _NVFP4 else inner
-    HALF: tl.constexpr = 16 if FORM == _NVFP4 else PART
+    # Of sixteen bytes the lower bits are for as many inputs, the upper bits for those behind them: half a group in
+    # MXFP4, the next group in NVFP4.
+    place = (inner // 16) * 32 + inner % 16 if SCALED else inner
+    HALF: tl.constexpr = 16 if SCALED else PART
     inputs = x + row[None, :] * DEPTH + place[:, None]
     factors = w + output[:, None] * BYTES + inner[None, :]
     scales, zeros = scale + output * GROUPS, zero + output * GROUPS
@@ -253,13 +264,20 @@ def _sum(
         total = tl.dot(widen(words, kind, IN_REGISTERS=IN_REGISTERS), lower, total)
     elif FORM == _INT8 and GROUPS == 1:
         total = tl.dot(widen_int8(words, kind, IN_REGISTERS), lower, total)
-    elif FORM == _NVFP4:
-        pair = tl.arange(0, words.shape[1]) // 16 * 2
-        here = is_column[:, None] & (pair * 16 < left)[None, :]
-        of_lower = tl.load(scales[:, None] + pair[None, :], mask=here, other=0)
-        of_upper = tl.load(scales[:, None] + pair[None, :] + 1, mask=here, other=0)
-        total = tl.dot(widen_nvfp4(words & 15, of_lower, kind), lower, total)
-        total = tl.dot(widen_nvfp4(words >> 4, of_upper, kind), upper, total)
+    elif FORM >= _SCALED_MXFP4:
+        sixteens = tl.arange(0, words.shape[1] // 16)
+        here = is_column[:, None] & (sixteens * 32 < left)[None, :]
+        if FORM == _NVFP4:
+            given = scales[:, None] + 2 * sixteens[None, :]
+            times_lower = widen(tl.load(given, mask=here, other=0), kind)
+            times_upper = widen(tl.load(given + 1, mask=here, other=0), kind)
+        else:
+            exponent = tl.load(scales[:, None] + sixteens[None, :], mask=here, other=0).to(tl.uint16)
+            times_lower = (exponent << 7).to(tl.bfloat16, bitcast=True)
+            times_upper = times_lower
+        of_lower, of_upper = scaled_halves(words, times_lower, times_upper, IN_REGISTERS)
+        total = tl.dot(of_lower, lower, total)
+        total = tl.dot(of_upper, upper, total)
     else:
         if FORM == _FP8:
             factor = tl.load(scales, mask=is_column, other=0.0)
@@ -276,7 +294,7 @@ def _sum(
             part = tl.dot(of_upper, upper, part)
             factor = tl.load(scales, mask=is_column, other=0.0)
         else:
-            of_lower, of_upper = widen_e2m1_halves(words, kind, IN_REGISTERS)
+            of_lower, of_upper = float16_halves(words, IN_REGISTERS)
             part = tl.dot(of_lower, lower)
             part = tl.dot(of_upper, upper, part)
             factor = _power_of_two(tl.load(scales, mask=is_column, other=0))
