@@ -31,34 +31,36 @@ NAMES = {bits.name: bits for bits in FEW_BITS}
 
 
 def configs(tokens: int, bits: FewBits) -> list[kernel.Config]:
-    """Candidates: rows, outputs, depth, warps, stages. In 4 bits a step is as deep as its form asks for."""
+    """Candidates."""
     if tokens <= 256:
         shapes = [
             (16, 32, 128, 2, 4),
             (16, 32, 128, 2, 6),
             (16, 64, 128, 4, 4),
             (16, 32, 128, 4, 4),
-            (16, 32, 64, 2, 6),
-        ]
-        shapes += [
-            (16, 32, 256, 2, 3),
-            (16, 32, 256, 4, 3),
-            (16, 16, 256, 2, 4),
             (16, 64, 128, 2, 4),
-            (32, 32, 128, 2, 4),
         ]
-    else:
+        shapes += [(16, 32, 256, 2, 3)] + [(32, 32, 128, 2, 4), (32, 64, 128, 4, 3)] * (tokens > 128)
+    elif tokens <= 1024:
         shapes = [
             (64, 32, 128, 4, 3),
             (64, 64, 128, 4, 3),
             (64, 64, 64, 4, 4),
             (64, 64, 128, 8, 3),
-            (64, 128, 64, 8, 3),
+            (64, 128, 128, 8, 2),
         ]
-        shapes += [(32, 64, 128, 4, 3), (128, 64, 64, 8, 3), (128, 64, 128, 8, 2), (128, 128, 64, 8, 3)]
-        shapes += [(128, 64, 64, 4, 3), (128, 64, 32, 4, 4), (256, 64, 64, 8, 3)]
+        shapes += [(32, 64, 128, 4, 3), (64, 128, 64, 8, 3), (128, 64, 64, 8, 3)]
+    else:
+        shapes = [
+            (128, 64, 64, 8, 3),
+            (128, 64, 128, 8, 2),
+            (128, 128, 64, 8, 3),
+            (128, 64, 64, 4, 3),
+            (64, 64, 128, 4, 3),
+        ]
+        shapes += [(64, 64, 64, 4, 4), (64, 128, 64, 8, 3), (64, 128, 128, 8, 2), (256, 64, 64, 8, 3)]
     if bits.form not in EIGHT_BITS:
-        shapes = [one for one in shapes if one[2] == 128 or one[0] >= 128]
+        shapes = [one for one in shapes if one[2] == 128]  # a step is as deep as its form asks for
     return [kernel.Config(*one) for one in shapes]
 
 

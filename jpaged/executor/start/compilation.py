@@ -47,6 +47,10 @@ twice as long to compile, chooses differently from start to start when many thre
 won nothing: a decode step of 256 rows took 6.0 ms instead of 6.4 (Qwen3-0.6B), 12.8 instead of 12.8 (Llama-3.1-8B).
 Up to 16 rows XLA's own kernels win: 4.5 ms instead of 4.7 for one row of Llama-3.1-8B."""
 
+_AUTOTUNED_OPTIONS = {"xla_gpu_redzone_padding_bytes": 2**16, **WEIGHTS_IN_PLACE}
+"""Of programs whose algorithms are tried out. By default each buffer of a trial has 8 MiB before and behind it: many at
+once take more than a GiB of the device, between weights that are loaded meanwhile, and leave holes there."""
+
 _PATIENCE_S = 120.0
 """Longest to wait for other processes to compile their shares: tens of times what one takes."""
 
@@ -289,7 +293,7 @@ class Compiler:
         jitted = self._mesh.jit(named, args, specs, donate)
         is_gpu = jax.default_backend() == "gpu"
         rows = tile_rows() if setup.config.batch_invariant else program.product_rows(setup)
-        options = (GPU_OPTIONS if rows > AUTOTUNED_ROWS else WEIGHTS_IN_PLACE) if is_gpu else {}
+        options = (GPU_OPTIONS if rows > AUTOTUNED_ROWS else _AUTOTUNED_OPTIONS) if is_gpu else {}
         path = self._cache.path((program.name, options), args)
         return _Task(program, signature, jitted, args, options, self._mesh.devices, path)
 

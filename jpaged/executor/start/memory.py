@@ -242,7 +242,7 @@ def _program_bytes(compiler: Compiler, pipeline_depth: int) -> int:
     programs = [compiler.result(program) for program in compiler.submit_largest()]
     temporary = max(program.temp_bytes for program in programs)
     results = max(program.output_bytes - program.alias_bytes for program in programs)
-    slack = 0.02 * (temporary + results) + 2**28  # fragmentation, and small programs' buffers
+    slack = 0.02 * (temporary + results) + 2**29  # fragmentation, and small programs' buffers
     return int(temporary + (pipeline_depth + 1) * results + slack)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from jpaged.api.config import EngineArgs
 from jpaged.api.errors import InvalidParameterError, OutOfMemoryError, shown
+from jpaged.executor.cache.paged import Pools
 from jpaged.executor.cache.virtual.layout import VirtualCache
 from jpaged.executor.cache.virtual.memory import VirtualMemory
 from jpaged.executor.config import ExecutorConfig
@@ -256,7 +257,10 @@ def _start_on(
     with _timed(seconds, "warm up"):
         pages = VirtualMemory(setup.cache, mesh) if isinstance(setup.cache, VirtualCache) else None
         pools = None if pages is None else pages.pools
-        runner = Runner(setup, programs, initial_held(setup, mesh, weights, pools), pages, on_first_use)
+        held = initial_held(setup, mesh, weights, pools)
+        if pages is None:
+            _await_pools(held["pools"], args)
+        runner = Runner(setup, programs, held, pages, on_first_use)
         runner.warm_up()
         if pages is not None:
             memory = replace(memory, num_blocks=_back_pages(pages, setup, memory.num_blocks, args))
@@ -279,6 +283,19 @@ def _start_on(
         has_given_weights=has_given,
         on_first_use=on_first_use,
     )
+
+
+def _await_pools(pools: Pools, args: EngineArgs) -> None:
+    """Raises OutOfMemoryError if the device has no room for them, as planned as it may be: it may be in pieces."""
+    try:
+        jax.block_until_ready(pools)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise OutOfMemoryError(
+            f"The device has no room for a KV pool of {sum(pool.nbytes for pool in pools) / 2**30:.2f} GiB any more. Lower"
+            f" gpu_memory_utilization, which is {args.gpu_memory_utilization:g}, or stop what else uses the device."
+        ) from error
 
 
 def _as_loaded(weights: Weights, progress: bool) -> Weights:

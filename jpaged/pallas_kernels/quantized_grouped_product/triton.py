@@ -59,16 +59,18 @@ class Config:
     stages: int
 
 
-_FEW = (Config(16, 32, 128, 2, 4), Config(32, 32, 128, 2, 4), Config(64, 32, 128, 4, 3))
+_FEW = (Config(16, 32, 128, 2, 4), Config(32, 32, 128, 2, 4))
+_HOPPER = (*_FEW, Config(64, 64, 128, 4, 3), Config(128, 64, 64, 4, 3))
 _FEW_SMALL = (Config(16, 32, 128, 2, 4), Config(32, 32, 128, 2, 3), Config(64, 32, 64, 4, 3))
 _CONFIGS = {
-    80: (*_FEW, Config(128, 64, 64, 8, 3)),
+    80: (*_FEW, Config(64, 32, 128, 4, 3), Config(128, 64, 64, 8, 3)),
     86: (*_FEW_SMALL, Config(128, 32, 64, 8, 3)),
-    90: (*_FEW, Config(128, 64, 64, 8, 3)),
-    100: (*_FEW, Config(128, 64, 64, 8, 3)),
+    90: _HOPPER,
+    100: _HOPPER,
     120: (*_FEW_SMALL, Config(128, 32, 64, 8, 3)),
 }
-"""By family of GPUs, from few rows a tile to many. Not measured."""
+"""By family of GPUs, from few rows a tile to many. Those of Hopper are the best of a sweep on an H200
+(`benchmarks/expert_tiles.py`); others are not measured."""
 _MOST_ROWS = 64
 """Of a tile in 4 bits, where both halves of a group and their products are in registers."""
 
