@@ -259,7 +259,7 @@ def _start_on(
         pools = None if pages is None else pages.pools
         held = initial_held(setup, mesh, weights, pools)
         if pages is None:
-            _await_pools(held["pools"], args)
+            await_pools(held["pools"], args)
         runner = Runner(setup, programs, held, pages, on_first_use)
         runner.warm_up()
         if pages is not None:
@@ -285,15 +285,16 @@ def _start_on(
     )
 
 
-def _await_pools(pools: Pools, args: EngineArgs) -> None:
+def await_pools(pools: Pools, args: EngineArgs) -> None:
     """Raises OutOfMemoryError if the device has no room for them, as planned as it may be: it may be in pieces."""
     try:
         jax.block_until_ready(pools)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
+        gib = sum(pool.nbytes for pool in pools) / 2**30
         raise OutOfMemoryError(
-            f"The device has no room for a KV pool of {sum(pool.nbytes for pool in pools) / 2**30:.2f} GiB any more. Lower"
+            f"The device has no room for a KV pool of {gib:.2f} GiB any more, or not in large enough pieces. Lower"
             f" gpu_memory_utilization, which is {args.gpu_memory_utilization:g}, or stop what else uses the device."
         ) from error
 

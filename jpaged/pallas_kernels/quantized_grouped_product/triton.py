@@ -72,15 +72,16 @@ _CONFIGS = {
 """By family of GPUs, from few rows a tile to many. Those of Hopper are the best of a sweep on an H200
 (`benchmarks/expert_tiles.py`); others are not measured."""
 _MOST_ROWS = 64
-"""Of a tile in 4 bits, where both halves of a group and their products are in registers."""
+"""Of a tile whose groups have scales of their own: their products are in registers beside the sums."""
 
 
-def default_config(rows: int, groups: int, form: str) -> Config:
-    """For so many rows in so many groups: tiles as high as a group is, if rows are spread evenly."""
+def default_config(rows: int, experts: int, *, has_groups: bool) -> Config:
+    """For so many rows of so many experts: tiles as high as an expert has rows, if they are spread evenly. has_groups:
+    of inputs, with scales of their own."""
     table: tuple[Config, ...] = for_family(_CONFIGS)
-    if form not in EIGHT_BITS:
+    if has_groups:
         table = tuple(one for one in table if one.rows <= _MOST_ROWS)
-    return next((one for one in table if one.rows * groups >= rows), table[-1])
+    return next((one for one in table if one.rows * experts >= rows), table[-1])
 
 
 def _has_scaled_weights(form: str, dtype: Any) -> bool:
@@ -111,9 +112,11 @@ def quantized_grouped_product(operands: Operands, options: Options, config: Conf
     form, group, activation = options.form, options.group, options.activation
     rows, depth = x.shape
     experts, outputs, number = scale.shape
-    config = config or default_config(rows, experts, form)
+    config = config or default_config(rows, experts, has_groups=number > 1)
     columns = outputs if activation is None else outputs // 2
-    width = 2 * config.outputs if activation is None else config.outputs
+    # Of gate and up, or of twice the outputs, unless registers do not hold sums, a group's products and weights.
+    holds_both = activation is None and not (form in EIGHT_BITS and number > 1 and config.rows == _MOST_ROWS)
+    width = 2 * config.outputs if holds_both else config.outputs
     strips = triton.cdiv(columns, width)
     listed, ends = plan(groups, experts, rows=rows, height=config.rows)
     launch = Launch((listed.shape[0] * strips,), config.warps, config.stages)
