@@ -32,7 +32,11 @@ NAMES = {bits.name: bits for bits in FEW_BITS}
 
 def configs(tokens: int, bits: FewBits) -> list[kernel.Config]:
     """Candidates."""
-    if tokens <= 256:
+    shapes: list[tuple[int, ...]]
+    if tokens <= 8:
+        shapes = [(16, 32, 128, 2, 4), (16, 32, 128, 8, 2, 4), (16, 32, 128, 8, 3, 4), (16, 32, 128, 4, 4, 2)]
+        shapes += [(16, 32, 128, 4, 3, 2), (16, 64, 128, 8, 3, 2), (16, 32, 64, 8, 4, 4)]
+    elif tokens <= 256:
         shapes = [
             (16, 32, 128, 2, 4),
             (16, 32, 128, 2, 6),

@@ -53,8 +53,8 @@ _FLOAT16_FOURS = _fours_in_registers("f16x2", _FLOAT16_SPREAD, 0x7400)
 
 @triton.jit
 def scaled_halves(packed, of_lower, of_upper, IN_REGISTERS: tl.constexpr):
-    """uint8 [N, 16 G] -> E2M1 of each byte's lower and upper four bits, times what its sixteen bytes have in of_lower
-    and of_upper, [N, G] of the result's type, bfloat16 or float16. Products with e4m3, and in bfloat16 with powers of
+    """uint8 [.., 16 G] -> E2M1 of each byte's lower and upper four bits, times what its sixteen bytes have in of_lower
+    and of_upper, [.., G] of the result's type, bfloat16 or float16. Products with e4m3, and in bfloat16 with powers of
     two, are exact, the latter from 2^-126 on.
 
     IN_REGISTERS: four neighbours of a thread at a time. On GPUs alone.
@@ -80,8 +80,8 @@ def scaled_halves(packed, of_lower, of_upper, IN_REGISTERS: tl.constexpr):
 
 @triton.jit
 def _of_each_byte(of_sixteens, packed):
-    """[N, G] -> [N, 16 G]."""
-    spread = tl.broadcast_to(of_sixteens[:, :, None], (packed.shape[0], packed.shape[1] // 16, 16))
+    """[.., G] -> [.., 16 G]."""
+    spread, _ = tl.broadcast(tl.expand_dims(of_sixteens, -1), tl.full((16,), 0, of_sixteens.dtype))
     return tl.reshape(spread, packed.shape)
 
 

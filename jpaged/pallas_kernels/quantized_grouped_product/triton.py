@@ -50,15 +50,19 @@ _STEPS = (128, 64)
 @dataclass(frozen=True)
 class Config:
     """How the kernel is cut and compiled. rows: of a tile, at most. outputs: of a strip, of gate and of up each; twice
-    as many without them. depth: inputs of a step in 8 bits. warps: of a CTA. stages: steps in flight or in use."""
+    as many without them. depth: inputs of a step in 8 bits. warps: of a CTA. stages: steps in flight or in use. side:
+    steps that are computed side by side, each by warps of its own, a power of two."""
 
     rows: int
     outputs: int
     depth: int
     warps: int
     stages: int
+    side: int = 1
 
 
+_SINGLE, _SINGLE_ROWS = Config(16, 32, 128, 8, 2, 4), 16
+"""For so few rows, of one token or two, that CTAs do not fill a GPU."""
 _FEW = (Config(16, 32, 128, 2, 4), Config(32, 32, 128, 2, 4))
 _HOPPER = (*_FEW, Config(64, 64, 128, 4, 3), Config(128, 64, 64, 4, 3))
 _FEW_SMALL = (Config(16, 32, 128, 2, 4), Config(32, 32, 128, 2, 3), Config(64, 32, 64, 4, 3))
@@ -78,6 +82,8 @@ _MOST_ROWS = 64
 def default_config(rows: int, experts: int, *, has_groups: bool) -> Config:
     """For so many rows of so many experts: tiles as high as an expert has rows, if they are spread evenly. has_groups:
     of inputs, with scales of their own."""
+    if rows <= _SINGLE_ROWS:
+        return _SINGLE
     table: tuple[Config, ...] = for_family(_CONFIGS)
     if has_groups:
         table = tuple(one for one in table if one.rows <= _MOST_ROWS)
@@ -132,7 +138,7 @@ def quantized_grouped_product(operands: Operands, options: Options, config: Conf
         step = next((one for one in _STEPS if depth % one == 0), _STEPS[0]) if has_scaled_weights else shared
     constants: dict[str, Any] = {"LAST": ends.shape[0] - 1, "DEPTH": depth, "COLUMNS": columns, "ENDING": ending}
     constants |= {"STRIPS": strips, "ROWS": config.rows, "WIDTH": width, "STEP": step, "GROUPS": number}
-    constants |= {"FORM": _FORMS.index(form) + has_scaled_weights, "GROUP": shared}
+    constants |= {"FORM": _FORMS.index(form) + has_scaled_weights, "GROUP": shared, "SIDE": config.side}
     constants |= {"ZEROS": zero is not None, "IN_REGISTERS": runs_assembly()}
     out = jax.ShapeDtypeStruct((rows, columns), x.dtype)
     # What is not there is not read either, and x stands for it.
@@ -164,6 +170,7 @@ def _quantized_grouped_product(
     FORM: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,  # inputs of a group
+    SIDE: tl.constexpr,  # steps side by side
     ZEROS: tl.constexpr,  # whether `zero` is one
     IN_REGISTERS: tl.constexpr,  # as of `widen`
 ):
@@ -188,8 +195,6 @@ def _quantized_grouped_product(
     EIGHT: tl.constexpr = FORM <= _INT8
     BYTES: tl.constexpr = DEPTH if EIGHT else DEPTH // 2
     output = group * (HALVES * COLUMNS) + column
-    first = tl.zeros((WIDTH, ROWS), tl.float32)
-    second = tl.zeros((WIDTH if GATED else 16, ROWS), tl.float32)
     PART: tl.constexpr = STEP if EIGHT else STEP // 2
     inner = tl.arange(0, PART)
     # Of sixteen bytes the lower bits are for as many inputs, the upper bits for those behind them: half a group in
@@ -198,33 +203,47 @@ def _quantized_grouped_product(
     HALF: tl.constexpr = 16 if SCALED else PART
     inputs = x + row[None, :] * DEPTH + place[:, None]
     factors = w + output[:, None] * BYTES + inner[None, :]
-    scales, zeros = scale + output * GROUPS, zero + output * GROUPS
-    for step in range(0, (DEPTH + STEP - 1) // STEP):
-        there = is_row[None, :]
-        if DEPTH % STEP != 0:
-            there = there & (step * STEP + place < DEPTH)[:, None]
-        lower = tl.load(inputs + step * STEP, mask=there, other=0.0)
+    at = output * GROUPS
+    of_rows, of_columns = is_row[None, :], is_column
+    OTHERS: tl.constexpr = WIDTH if GATED else 16
+    if SIDE == 1:
+        first, second = tl.zeros((WIDTH, ROWS), tl.float32), tl.zeros((OTHERS, ROWS), tl.float32)
+    else:
+        first, second = tl.zeros((SIDE, WIDTH, ROWS), tl.float32), tl.zeros((SIDE, OTHERS, ROWS), tl.float32)
+        beside = tl.arange(0, SIDE)[:, None]
+        inputs, factors = inputs[None] + (beside * STEP)[:, :, None], factors[None] + (beside * PART)[:, :, None]
+        at = at[None] + beside * STEP // GROUP
+        of_rows, of_columns = of_rows[None], of_columns[None]
+    for start in range(0, DEPTH, SIDE * STEP):
+        here, there, left = of_columns, of_rows, DEPTH - start
+        of_words = tl.expand_dims(here, -1)
+        if SIDE > 1:
+            left = left - beside * STEP
+        if DEPTH % (SIDE * STEP) != 0:
+            here = here & (left > 0)
+            of_each = left if SIDE == 1 else tl.expand_dims(left, -1)
+            there = there & (place[:, None] < of_each)
+            of_words = of_words & (place < of_each)
+        lower = tl.load(inputs + start, mask=there, other=0.0)
         if EIGHT:
             upper = lower
         else:
-            upper = tl.load(inputs + step * STEP + HALF, mask=there, other=0.0)
-        at = step * STEP // GROUP
-        words = _words(factors, step, inner, is_column, FORM, DEPTH, STEP, PART)
-        left = DEPTH - step * STEP
-        first = _sum(
-            first, words, lower, upper, scales + at, zeros + at, is_column, left, FORM, GROUPS, ZEROS, IN_REGISTERS
-        )
+            upper = tl.load(inputs + start + HALF, mask=there, other=0.0)
+        of_step = factors + start * BYTES // DEPTH
+        scales, zeros = scale + at + start // GROUP, zero + at + start // GROUP
+        words = tl.load(of_step, mask=of_words, other=0)
+        first = _sum(first, words, lower, upper, scales, zeros, here, left, FORM, GROUPS, ZEROS, IN_REGISTERS)
         if GATED:
-            words = _words(factors + COLUMNS * BYTES, step, inner, is_column, FORM, DEPTH, STEP, PART)
-            of_up = COLUMNS * GROUPS + at
-            of_scales, of_zeros = scales + of_up, zeros + of_up
-            second = _sum(
-                second, words, lower, upper, of_scales, of_zeros, is_column, left, FORM, GROUPS, ZEROS, IN_REGISTERS
-            )
+            words = tl.load(of_step + COLUMNS * BYTES, mask=of_words, other=0)
+            scales, zeros = scales + COLUMNS * GROUPS, zeros + COLUMNS * GROUPS
+            second = _sum(second, words, lower, upper, scales, zeros, here, left, FORM, GROUPS, ZEROS, IN_REGISTERS)
+    if SIDE > 1:
+        first = tl.sum(first, axis=0)
+        second = tl.sum(second, axis=0)
     if EIGHT and GROUPS == 1:
-        first *= tl.load(scales, mask=is_column, other=0.0)[:, None]
+        first *= tl.load(scale + output, mask=is_column, other=0.0)[:, None]
         if GATED:
-            second *= tl.load(scales + COLUMNS, mask=is_column, other=0.0)[:, None]
+            second *= tl.load(scale + output + COLUMNS, mask=is_column, other=0.0)[:, None]
     if FORM == _NVFP4:
         first *= inverse(tl.load(outer + output, mask=is_column, other=0.0))[:, None]
         if GATED:
@@ -238,17 +257,6 @@ def _quantized_grouped_product(
 
 
 @triton.jit
-def _words(
-    factors, step, inner, is_column, FORM: tl.constexpr, DEPTH: tl.constexpr, STEP: tl.constexpr, PART: tl.constexpr
-):
-    """A step's bytes [WIDTH, PART]."""
-    here = is_column[:, None]
-    if DEPTH % STEP != 0:
-        here = here & (step * PART + inner < DEPTH * PART // STEP)[None, :]
-    return tl.load(factors + step * PART, mask=here, other=0)
-
-
-@triton.jit
 def _sum(
     total,
     words,
@@ -256,28 +264,31 @@ def _sum(
     upper,
     scales,
     zeros,
-    is_column,
-    left,  # inputs
+    here,  # whether a column is one, and has a group
+    left,  # inputs, from the step's first on
     FORM: tl.constexpr,
     GROUPS: tl.constexpr,
     ZEROS: tl.constexpr,
     IN_REGISTERS: tl.constexpr,
 ):
-    """The sums [WIDTH, ROWS] with a step's products added. lower, upper: the inputs of a group's halves."""
+    """The sums [WIDTH, ROWS] with a step's products added, or [SIDE, WIDTH, ROWS] with those of several steps. lower,
+    upper: the inputs of a group's halves."""
     kind: tl.constexpr = lower.dtype
     if FORM == _FP8 and GROUPS == 1:
         total = tl.dot(widen(words, kind, IN_REGISTERS=IN_REGISTERS), lower, total)
     elif FORM == _INT8 and GROUPS == 1:
         total = tl.dot(widen_int8(words, kind, IN_REGISTERS), lower, total)
     elif FORM >= _SCALED_MXFP4:
-        sixteens = tl.arange(0, words.shape[1] // 16)
-        here = is_column[:, None] & (sixteens * 32 < left)[None, :]
+        sixteens = tl.arange(0, words.shape[-1] // 16)
+        there = tl.expand_dims(here, -1) & (
+            sixteens * 32 < (left if len(words.shape) == 2 else tl.expand_dims(left, -1))
+        )
         if FORM == _NVFP4:
-            given = scales[:, None] + 2 * sixteens[None, :]
-            times_lower = widen(tl.load(given, mask=here, other=0), kind)
-            times_upper = widen(tl.load(given + 1, mask=here, other=0), kind)
+            given = tl.expand_dims(scales, -1) + 2 * sixteens
+            times_lower = widen(tl.load(given, mask=there, other=0), kind)
+            times_upper = widen(tl.load(given + 1, mask=there, other=0), kind)
         else:
-            exponent = tl.load(scales[:, None] + sixteens[None, :], mask=here, other=0).to(tl.uint16)
+            exponent = tl.load(tl.expand_dims(scales, -1) + sixteens, mask=there, other=0).to(tl.uint16)
             times_lower = (exponent << 7).to(tl.bfloat16, bitcast=True)
             times_upper = times_lower
         of_lower, of_upper = scaled_halves(words, times_lower, times_upper, IN_REGISTERS)
@@ -285,25 +296,25 @@ def _sum(
         total = tl.dot(of_upper, upper, total)
     else:
         if FORM == _FP8:
-            factor = tl.load(scales, mask=is_column, other=0.0)
+            factor = tl.load(scales, mask=here, other=0.0)
             part = tl.dot(widen(words, kind, IN_REGISTERS=IN_REGISTERS), lower)
         elif FORM == _INT8:
-            factor = tl.load(scales, mask=is_column, other=0.0)
+            factor = tl.load(scales, mask=here, other=0.0)
             part = tl.dot(widen_int8(words, kind, IN_REGISTERS), lower)
         elif FORM == _INT4:
             of_lower, of_upper = halves(words, kind, IN_REGISTERS)
             if ZEROS:
-                less = (tl.load(zeros, mask=is_column, other=0).to(tl.float32) - 8.0).to(kind)[:, None]
-                of_lower, of_upper = of_lower - less, of_upper - less
+                less = (tl.load(zeros, mask=here, other=0).to(tl.float32) - 8.0).to(kind)
+                of_lower, of_upper = of_lower - tl.expand_dims(less, -1), of_upper - tl.expand_dims(less, -1)
             part = tl.dot(of_lower, lower)
             part = tl.dot(of_upper, upper, part)
-            factor = tl.load(scales, mask=is_column, other=0.0)
+            factor = tl.load(scales, mask=here, other=0.0)
         else:
             of_lower, of_upper = float16_halves(words, IN_REGISTERS)
             part = tl.dot(of_lower, lower)
             part = tl.dot(of_upper, upper, part)
-            factor = _power_of_two(tl.load(scales, mask=is_column, other=0))
-        total += part * factor[:, None]
+            factor = _power_of_two(tl.load(scales, mask=here, other=0))
+        total += part * tl.expand_dims(factor, -1)
     return total
 
 

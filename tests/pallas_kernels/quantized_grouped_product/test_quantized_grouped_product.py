@@ -11,8 +11,10 @@ import pytest
 
 from jpaged.pallas_kernels import devices, quantized_grouped_product
 from jpaged.pallas_kernels.devices import Device
+from jpaged.pallas_kernels.grouped_product.tiles import RowGroups
 from jpaged.pallas_kernels.int4_product.reference import pack
 from jpaged.pallas_kernels.quantized_grouped_product.api import OP
+from jpaged.pallas_kernels.quantized_grouped_product.operands import Experts, Operands, Options
 from jpaged.pallas_kernels.quantized_grouped_product.reference import dequantized
 from tests.pallas_kernels.marks import needs_triton, runs_triton
 
@@ -157,6 +159,28 @@ def test_products_are_those_of_float64_within_rounding(case, backend, dtype, bit
         want = gate / (1 + np.exp(-gate)) * up
         most = (np.abs(gate) + error[:half]) * error[half:] + 1.1 * error[:half] * np.abs(up)
         assert np.all(np.abs(np.asarray(inner[row], np.float64) - want) <= most + np.abs(want) * 2.0**-bits)
+
+
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.parametrize("side", [2, 4])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.form}-{case.group}")
+def test_steps_side_by_side_have_the_sums_of_one_behind_the_other(case, side):
+    """Also where the last of them have no inputs."""
+    from jpaged.pallas_kernels.quantized_grouped_product import triton
+
+    given, _ = matrices(case)
+    x, owner = rows(case, jnp.bfloat16)
+    experts = Experts(*(None if one is None else jnp.asarray(one) for one in map(given.get, Experts._fields)))
+    operands = Operands(x, experts, RowGroups(jnp.asarray(SIZES, jnp.int32), None), None)
+    found = [
+        np.asarray(triton.quantized_grouped_product(operands, options, triton.Config(16, 32, 32, 4, 2, of)), np.float32)
+        for options in (Options(**case.options, activation=None), Options(**case.options, activation="silu"))
+        for of in (1, side)
+    ]
+    live = owner < len(SIZES)
+    for one, other in (found[:2], found[2:]):
+        np.testing.assert_allclose(other[live], one[live], rtol=2.0**-7, atol=2.0**-7 * np.abs(one[live]).max())
 
 
 def check(found, right, bound, live):
