@@ -211,7 +211,10 @@ def few_bits_of_experts() -> Iterator[tuple[str, Callable[..., Any], dict[str, A
         (4096, "nvfp4", 16, jnp.float16, False),
         (8192, "nvfp4", 16, jnp.bfloat16, False),
     ):
-        for outputs, depth, activation in ((1536, 2048, "silu"), (2048, 768, None)):
+        shapes: list[tuple[int, int, str | None]] = [(1536, 2048, "silu"), (2048, 768, None)]
+        if form == "mxfp4":  # GPT-OSS, whose inputs are no whole number of steps
+            shapes.append((5760, 2880, None))
+        for outputs, depth, activation in shapes:
             shape = (128, outputs, depth if form in WIDE else depth // 2)
             scales = (128, outputs, 1 if group is None else depth // group)
             arguments: dict[str, Any] = {"x": Shape((rows, depth), dtype), "group_sizes": ids(128)}
@@ -222,7 +225,7 @@ def few_bits_of_experts() -> Iterator[tuple[str, Callable[..., Any], dict[str, A
             arguments |= {"zero": Shape(scales, jnp.uint8) if zeros else None}
             arguments |= {"weights": None if activation else Shape((rows,), jnp.float32)}
             op = partial(ops.quantized_grouped_product, form=form, group=group, activation=activation)
-            yield f"quantized_grouped_product {rows} {form} {group} {activation}", op, arguments
+            yield f"quantized_grouped_product {rows} {depth} {form} {group} {activation}", op, arguments
 
 
 def int4() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:

@@ -31,6 +31,10 @@ _MEASURED = {
 700, may store registers to memory or load them."""
 
 
+_SCALES_BY_BYTE = 8
+"""Loads of a byte, of scales and zero points, where there are any."""
+
+
 def launched() -> set[str]:
     """The names of all kernels that the package launches: what its `triton*.py` hand to `triton_call.call`."""
     package = Path(triton_call.__file__).parents[1]
@@ -53,6 +57,8 @@ def test_the_kernels_fit_and_spill_nothing_in_a_loop_unless_that_is_faster(capab
         assert launched() == compiled
     for kernel in kernels:
         assert kernel["shared"] <= kernel["limit"], kernel
+        if kernel["name"].startswith("quantized_grouped_product"):
+            assert kernel["by_byte"] <= _SCALES_BY_BYTE, kernel  # weights are read sixteen bytes at a time
         assert kernel["in_loops"] <= _MEASURED.get((kernel["capability"], kernel["name"]), 0), kernel
         if (ctas := kernel["resident"]) is not None:  # a persistent grid, all of which must run at once
             registers = ctas * kernel["warps"] * 32 * (-(-kernel["registers"] // 8) * 8)

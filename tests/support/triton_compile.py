@@ -44,12 +44,13 @@ class Recorded:
 @dataclass(frozen=True)
 class Compiled:
     """shared: bytes of a CTA. registers: of a thread. spilled: bytes that a thread stores to local memory. in_loops:
-    instructions of innermost loops that store to or load from it."""
+    instructions of innermost loops that store to or load from it. by_byte: loads of a single byte."""
 
     shared: int
     registers: int
     spilled: int
     in_loops: int
+    by_byte: int
 
 
 def launches(op: Callable[..., Any], arguments: dict[str, Any], capability: int) -> list[Recorded]:
@@ -78,7 +79,9 @@ def compiled(recorded: Recorded, capability: int, older: int | None = None) -> C
     cubin, log = assembled(ptx.replace(f".target sm_{older}", f".target sm_{capability}"), capability)
     spilled = int(re.search(r"(\d+) bytes spill stores", log)[1])
     registers = int(re.search(r"Used (\d+) registers", log)[1])
-    return Compiled(built.metadata.shared, registers, spilled, _in_loops(disassembled(cubin)) if spilled else 0)
+    in_loops = _in_loops(disassembled(cubin)) if spilled else 0
+    by_byte = len(re.findall(r"ld\.global\S*\.b8", ptx))
+    return Compiled(built.metadata.shared, registers, spilled, in_loops, by_byte)
 
 
 def ptx_of(recorded: Recorded, capability: int) -> Any:

@@ -216,7 +216,7 @@ def _nvfp4_product(
         of_words, of_scales, of_inputs = is_column[:, None], is_column[:, None], is_row[None, :]
         if K % STEP != 0:
             left = K - step * STEP
-            of_words, of_inputs = of_words & (place < left)[None, :], of_inputs & (place < left)[:, None]
+            of_words, of_inputs = of_words & (inner * 2 < left)[None, :], of_inputs & (place < left)[:, None]
             of_scales = of_scales & (sixteens * 32 < left)[None, :]
         packed = tl.load(words + step * (STEP // 2), mask=of_words, other=0)
         of_lower = widen(tl.load(scales + step * (STEP // 16), mask=of_scales, other=0), kind)

@@ -43,8 +43,8 @@ _PLAIN, _WEIGHTED = tl.constexpr(-2), tl.constexpr(-1)
 _FORMS = ("fp8", "int8", "int4", "mxfp4", "nvfp4")
 _FP8, _INT8, _INT4, _MXFP4, _SCALED_MXFP4, _NVFP4 = (tl.constexpr(i) for i in range(6))
 """Places of forms in `_FORMS`, one more where weights are multiplied by their scales."""
-_STEPS = (128, 64)
-"""Inputs of a step of several groups, where one of these divides all inputs; else the first."""
+_SCALED_STEP = 128
+"""Inputs of a step of several groups."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def quantized_grouped_product(operands: Operands, options: Options, config: Conf
     if form in EIGHT_BITS:
         step = config.depth if number == 1 else min(config.depth, shared)
     else:
-        step = next((one for one in _STEPS if depth % one == 0), _STEPS[0]) if has_scaled_weights else shared
+        step = _SCALED_STEP if has_scaled_weights else shared
     constants: dict[str, Any] = {"LAST": ends.shape[0] - 1, "DEPTH": depth, "COLUMNS": columns, "ENDING": ending}
     constants |= {"STRIPS": strips, "ROWS": config.rows, "WIDTH": width, "STEP": step, "GROUPS": number}
     constants |= {"FORM": _FORMS.index(form) + has_scaled_weights, "GROUP": shared, "SIDE": config.side}
@@ -206,37 +206,55 @@ def _quantized_grouped_product(
     at = output * GROUPS
     of_rows, of_columns = is_row[None, :], is_column
     OTHERS: tl.constexpr = WIDTH if GATED else 16
+    SCALES: tl.constexpr = STEP // GROUP if SCALED else 1  # of a step
+    which = tl.arange(0, SCALES)[None, :]
     if SIDE == 1:
         first, second = tl.zeros((WIDTH, ROWS), tl.float32), tl.zeros((OTHERS, ROWS), tl.float32)
     else:
         first, second = tl.zeros((SIDE, WIDTH, ROWS), tl.float32), tl.zeros((SIDE, OTHERS, ROWS), tl.float32)
         beside = tl.arange(0, SIDE)[:, None]
         inputs, factors = inputs[None] + (beside * STEP)[:, :, None], factors[None] + (beside * PART)[:, :, None]
-        at = at[None] + beside * STEP // GROUP
         of_rows, of_columns = of_rows[None], of_columns[None]
+        at, which = at[None], which[None] + (beside * SCALES)[:, :, None]
+        if not SCALED:
+            at += beside * STEP // GROUP
+    if SCALED:  # read a step ahead
+        scales, is_output = scale + tl.expand_dims(at, -1) + which, tl.expand_dims(of_columns, -1)
+        next_first = tl.load(scales, mask=is_output & (which < GROUPS), other=0)
+        next_second = next_first
+        if GATED:
+            next_second = tl.load(scales + COLUMNS * GROUPS, mask=is_output & (which < GROUPS), other=0)
     for start in range(0, DEPTH, SIDE * STEP):
-        here, there, left = of_columns, of_rows, DEPTH - start
-        of_words = tl.expand_dims(here, -1)
-        if SIDE > 1:
-            left = left - beside * STEP
+        here, there, of_words = of_columns, of_rows, tl.expand_dims(of_columns, -1)
         if DEPTH % (SIDE * STEP) != 0:
-            here = here & (left > 0)
-            of_each = left if SIDE == 1 else tl.expand_dims(left, -1)
-            there = there & (place[:, None] < of_each)
-            of_words = of_words & (place < of_each)
+            left = DEPTH - start
+            if SIDE > 1:
+                left = (left - beside * STEP)[:, :, None]
+                here = here & (beside * STEP < DEPTH - start)
+            there, of_words = there & (place[:, None] < left), of_words & (inner < left * PART // STEP)
         lower = tl.load(inputs + start, mask=there, other=0.0)
         if EIGHT:
             upper = lower
         else:
             upper = tl.load(inputs + start + HALF, mask=there, other=0.0)
-        of_step = factors + start * BYTES // DEPTH
-        scales, zeros = scale + at + start // GROUP, zero + at + start // GROUP
+        of_step = factors + start * PART // STEP  # powers of two: the compiler sees that addresses are aligned
         words = tl.load(of_step, mask=of_words, other=0)
-        first = _sum(first, words, lower, upper, scales, zeros, here, left, FORM, GROUPS, ZEROS, IN_REGISTERS)
+        if SCALED:
+            of_first, of_second, ahead = next_first, next_second, start // GROUP + SIDE * SCALES
+            has_scale = is_output & (which + ahead < GROUPS)
+            next_first = tl.load(scales + ahead, mask=has_scale, other=0)
+            first = _scaled_sum(first, words, lower, upper, of_first, FORM, IN_REGISTERS)
+        else:
+            scales, zeros = scale + at + start // GROUP, zero + at + start // GROUP
+            first = _sum(first, words, lower, upper, scales, zeros, here, FORM, GROUPS, ZEROS, IN_REGISTERS)
         if GATED:
             words = tl.load(of_step + COLUMNS * BYTES, mask=of_words, other=0)
-            scales, zeros = scales + COLUMNS * GROUPS, zeros + COLUMNS * GROUPS
-            second = _sum(second, words, lower, upper, scales, zeros, here, left, FORM, GROUPS, ZEROS, IN_REGISTERS)
+            if SCALED:
+                next_second = tl.load(scales + COLUMNS * GROUPS + ahead, mask=has_scale, other=0)
+                second = _scaled_sum(second, words, lower, upper, of_second, FORM, IN_REGISTERS)
+            else:
+                scales, zeros = scales + COLUMNS * GROUPS, zeros + COLUMNS * GROUPS
+                second = _sum(second, words, lower, upper, scales, zeros, here, FORM, GROUPS, ZEROS, IN_REGISTERS)
     if SIDE > 1:
         first = tl.sum(first, axis=0)
         second = tl.sum(second, axis=0)
@@ -257,6 +275,25 @@ def _quantized_grouped_product(
 
 
 @triton.jit
+def _scaled_sum(total, words, lower, upper, scales, FORM: tl.constexpr, IN_REGISTERS: tl.constexpr):
+    """The sums [WIDTH, ROWS] with the products of a step of several groups added, or [SIDE, WIDTH, ROWS] with those of
+    several steps. scales: uint8 [.., WIDTH, SCALES]. lower, upper: the inputs of a byte's lower and upper bits."""
+    if FORM == _NVFP4:
+        wide = widen(scales, lower.dtype)
+        if len(scales.shape) == 2:
+            pairs = tl.reshape(wide, (scales.shape[0], scales.shape[1] // 2, 2))
+        else:
+            pairs = tl.reshape(wide, (scales.shape[0], scales.shape[1], scales.shape[2] // 2, 2))
+        of_lower, of_upper = tl.split(pairs)
+    else:
+        of_lower = (scales.to(tl.uint16) << 7).to(tl.bfloat16, bitcast=True)
+        of_upper = of_lower
+    lower_words, upper_words = scaled_halves(words, of_lower, of_upper, IN_REGISTERS)
+    total = tl.dot(lower_words, lower, total)
+    return tl.dot(upper_words, upper, total)
+
+
+@triton.jit
 def _sum(
     total,
     words,
@@ -265,7 +302,6 @@ def _sum(
     scales,
     zeros,
     here,  # whether a column is one, and has a group
-    left,  # inputs, from the step's first on
     FORM: tl.constexpr,
     GROUPS: tl.constexpr,
     ZEROS: tl.constexpr,
@@ -278,22 +314,6 @@ def _sum(
         total = tl.dot(widen(words, kind, IN_REGISTERS=IN_REGISTERS), lower, total)
     elif FORM == _INT8 and GROUPS == 1:
         total = tl.dot(widen_int8(words, kind, IN_REGISTERS), lower, total)
-    elif FORM >= _SCALED_MXFP4:
-        sixteens = tl.arange(0, words.shape[-1] // 16)
-        there = tl.expand_dims(here, -1) & (
-            sixteens * 32 < (left if len(words.shape) == 2 else tl.expand_dims(left, -1))
-        )
-        if FORM == _NVFP4:
-            given = tl.expand_dims(scales, -1) + 2 * sixteens
-            times_lower = widen(tl.load(given, mask=there, other=0), kind)
-            times_upper = widen(tl.load(given + 1, mask=there, other=0), kind)
-        else:
-            exponent = tl.load(tl.expand_dims(scales, -1) + sixteens, mask=there, other=0).to(tl.uint16)
-            times_lower = (exponent << 7).to(tl.bfloat16, bitcast=True)
-            times_upper = times_lower
-        of_lower, of_upper = scaled_halves(words, times_lower, times_upper, IN_REGISTERS)
-        total = tl.dot(of_lower, lower, total)
-        total = tl.dot(of_upper, upper, total)
     else:
         if FORM == _FP8:
             factor = tl.load(scales, mask=here, other=0.0)
