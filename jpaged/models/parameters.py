@@ -32,10 +32,20 @@ class Constant:
 
 @dataclass(frozen=True)
 class Bits:
-    """Starts a parameter of 8-bit integers from random bits."""
+    """Starts a parameter of 8-bit integers from random bits.
+
+    halves_around_8: each has two numbers of four bits, 8 on average: 0 becomes 8. Otherwise all outputs had the same
+    share in their inputs' sum, by which a mixture of experts picks a few of them for all tokens.
+    """
+
+    halves_around_8: bool = False
 
     def draw(self, key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-        return jax.lax.bitcast_convert_type(jax.random.bits(key, shape, jnp.uint8), dtype)
+        bits = jax.random.bits(key, shape, jnp.uint8)
+        if self.halves_around_8:
+            lower, upper = bits & 15, bits >> 4
+            bits = jnp.where(lower == 0, 8, lower) | jnp.where(upper == 0, 8, upper) << 4
+        return jax.lax.bitcast_convert_type(bits, dtype)
 
 
 @dataclass(frozen=True)

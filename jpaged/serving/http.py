@@ -48,10 +48,15 @@ def guarded(handler: Handler, body_of: Callable[[ApiError], bytes] = ApiError.bo
         except ClientDisconnected:
             return Response(status_code=499)
         except Exception as error:  # whatever it is, the client gets an answer in the form of all errors
-            answer = reported(error)
-            return error_response(answer, body_of(answer))
+            return _answer_of(error, body_of)
 
     return endpoint
+
+
+def _answer_of(error: Exception, body_of: Callable[[ApiError], bytes]) -> Response:
+    # Not in the handler itself: a variable there would keep the error, its traceback and so the request, in a cycle.
+    answer = reported(error)
+    return error_response(answer, body_of(answer))
 
 
 def reported(error: Exception, fields: Sequence[str] = (), prompt_field: str | None = None) -> ApiError:

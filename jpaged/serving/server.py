@@ -16,7 +16,7 @@ import uvicorn
 from jpaged.api.config import EngineArgs
 from jpaged.api.errors import EngineDeadError, JPagedError
 from jpaged.host.cores import usable_cores
-from jpaged.host.garbage import set_objects_apart
+from jpaged.host.garbage import collect_rarely, set_objects_apart
 from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.processes.wire import Ready
 from jpaged.serving.admission import ClientCounts
@@ -88,6 +88,7 @@ async def run(
         EngineDeadError: the engine has ended and is not started again.
     """
     set_objects_apart()
+    collect_rarely()
     sys.setswitchinterval(_SWITCH_S)
     async with engine:
         _log_engine(app_options.served_model_names[0], await engine.ready())

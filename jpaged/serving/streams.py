@@ -115,12 +115,22 @@ class JobStream(Response):
                         await send({"type": "http.response.body", "body": chunk, "more_body": True})
             last = answer.end()
         except Exception as error:  # whatever it is, the client is told, who has begun to read
-            failure = reported(error, self._job.fields, self._job.prompt_field)
             if not begun:
-                await error_response(failure, answer.error_body(failure))(scope, receive, send)
+                await self._failed(error)(scope, receive, send)
                 return
-            last = answer.failed(failure)
+            last = self._last(error)
         await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    # Not in `_run`: a variable there would keep the error, its traceback and so the request, in a cycle.
+    def _failed(self, error: Exception) -> Response:
+        failure = self._reported(error)
+        return error_response(failure, self._job.answer.error_body(failure))
+
+    def _last(self, error: Exception) -> bytes:
+        return self._job.answer.failed(self._reported(error))
+
+    def _reported(self, error: Exception) -> ApiError:
+        return reported(error, self._job.fields, self._job.prompt_field)
 
 
 class LiveStream(Response):

@@ -1,12 +1,14 @@
 """Bodies that are no JSON; `unless_disconnected`: work for a client that may go away."""
 
 import asyncio
+import weakref
 
 import msgspec
 import pytest
 
+from jpaged.host.garbage import without_collections
 from jpaged.serving.errors import ApiError
-from jpaged.serving.http import ClientDisconnected, unless_disconnected
+from jpaged.serving.http import ClientDisconnected, guarded, unless_disconnected
 from jpaged.serving.openai_routes import _parsed
 
 
@@ -131,3 +133,21 @@ def test_a_body_that_ends_too_soon_is_called_truncated(body):
 def test_another_fault_behind_an_escaped_backslash_is_called_what_it_is():
     with pytest.raises(ApiError, match="malformed"):
         _parsed(b'{"a":"\\\\ud800"]', msgspec.json.Decoder())
+
+
+def test_a_request_that_is_refused_is_freed_at_once():
+    """Not by a collection, of which a large body makes a long one."""
+
+    class Body:
+        pass
+
+    bodies = []
+
+    async def refuse(request):
+        body = Body()
+        bodies.append(weakref.ref(body))
+        raise ApiError(400, "Not this one.")
+
+    with without_collections():
+        assert asyncio.run(guarded(refuse)(None)).status_code == 400
+        assert bodies[0]() is None
