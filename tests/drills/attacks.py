@@ -4,7 +4,7 @@
 
 Each attack must be answered in bounded time, by an error of its own or a short answer. The p99 of the other streams'
 inter-token gaps is compared with what it is undisturbed, and with what it is beside ordinary chats, one behind the
-other as attacks are, whose prompts and rows take time of steps, too; run it on a machine that is otherwise idle.
+other as attacks are: their prompts and rows take time of steps, too. Run it on a machine that is otherwise idle.
 Streams are read in this process, and attacks are sent by another one, which on a machine of few cores still takes time
 from the server.
 """
@@ -14,7 +14,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -28,14 +28,15 @@ from tests.support.served import serving
 
 MOST_ANSWER_S = 60.0
 MOST_RATIO = 1.5
-"""Of the p99 beside attacks, and the larger one of undisturbed streams and of those beside ordinary chats."""
+"""Of the p99 beside attacks, and the largest one of undisturbed streams and of those beside ordinary chats."""
 
-ORDINARY = "ordinary chats"
+ORDINARY: Mapping[str, Mapping[str, Any]] = {"ordinary chats": {}, "chats of one token": {"max_tokens": 1}}
+"""Fields of chats that attack nothing. Those of one token end as soon as many attacks do: more of them come."""
 
 
-def attacks() -> Iterator[tuple[str, dict[str, Any]]]:
+def attacks() -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Names, and the fields of a chat that attack; ordinary ones first."""
-    yield ORDINARY, {}
+    yield from ORDINARY.items()
     nested: Any = {"type": "string"}
     for _ in range(400):
         nested = {"type": "object", "properties": {"a": nested}, "required": ["a"]}
@@ -137,7 +138,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", metavar="NAME", help="this attack and ordinary chats; repeatable")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE")
     args = parser.parse_args()
-    chosen = {name: fields for name, fields in attacks() if not args.only or name in (ORDINARY, *args.only)}
+    chosen = {name: fields for name, fields in attacks() if not args.only or name in (*ORDINARY, *args.only)}
     if unknown := set(args.only or ()) - set(chosen):
         parser.error(f"--only: no attack is named {', '.join(map(repr, sorted(unknown)))}")
     found: list[dict[str, Any]] = []
@@ -159,8 +160,8 @@ def main() -> int:
                 answers = attacker.submit(attack, server.url, body, args.seconds).result()
                 beside = streams.p99_ms(start, time.monotonic())
                 status, slowest, said = answers[0][0], max(seconds for _, seconds, _ in answers), answers[0][2]
-                if name == ORDINARY:
-                    usual = max(calm, beside)
+                if name in ORDINARY:
+                    usual = max(usual, beside)
                 is_bad = status >= 500 or slowest > MOST_ANSWER_S or beside > MOST_RATIO * usual
                 found.append(
                     {
