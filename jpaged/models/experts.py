@@ -227,15 +227,17 @@ class Router(nnx.Module):
         *,
         held: Held | None = None,
         live: jax.Array | None = None,
+        height: int | None = None,
         backend: str | None = "xla",
     ) -> RoutedTokens:
         """x: [T, hidden]. held: the experts that are here; None for all. live: bool [T], tokens that are no padding;
-        None for all. backend: of the grouped products; gradients need "xla"."""
+        None for all. height: of tiles of the rows, as of `route_rows`. backend: of the grouped products; gradients need
+        "xla"."""
         logits = self.gate(x, jnp.dtype(jnp.float32))
         if self.routing.zipf:
             logits = self.routing.skewed(logits)
         correction = None if self.correction is None else self.correction[...]
-        return route_rows(logits, self.routing, correction, held=held, live=live, backend=backend)
+        return route_rows(logits, self.routing, correction, held=held, live=live, height=height, backend=backend)
 
     def scales_of(self, experts: jax.Array) -> jax.Array | None:
         """float32 [T, k]: what multiplies what these give, [T, k]; None for nothing."""
@@ -249,11 +251,13 @@ def route_rows(
     *,
     held: Held | None = None,
     live: jax.Array | None = None,
+    height: int | None = None,
     backend: str | None,
 ) -> RoutedTokens:
     """Routes the tokens of logits float32 [T, E]; correction: [E], if `routing.biased`. Others: as of `Router`.
 
-    Rows are sorted where a kernel does it.
+    Rows are sorted where a kernel does it. height: of their tiles, as of `GroupedLinear.tile_height`; None for products
+    in 16 bits.
     """
     tokens, num_experts = logits.shape
     if routing.mixer_jitter is not None:
@@ -265,7 +269,8 @@ def route_rows(
     here, first, number = num_experts, None, None
     if held is not None:
         here, first, number = held.number, jnp.asarray(held.first, jnp.int32), held.number
-    height = tile_height(tokens * routing.per_token, here, backend)
+    if height is None:
+        height = tile_height(tokens * routing.per_token, here, backend)
     return route_tokens(
         logits,
         routing,
@@ -344,8 +349,7 @@ class GroupedExperts(nnx.Module):
             if self.bias_of_first is not None and self.bias_of_first.size > 1:
                 down_bias = jnp.where(self.bias_of_first.index() == 0, down_bias, 0)
             biases = self.gate_up_bias[...], down_bias
-        first = self.gate_up or self.up
-        assert first is not None
+        first = self._first()
         return mix(
             x,
             (first.product(), self.down.product()),
@@ -360,6 +364,15 @@ class GroupedExperts(nnx.Module):
             gated=self.gate_up is not None,
             scales=scales,
         )
+
+    def tile_height(self, rows: int, backend: str | None) -> int:
+        """As of `GroupedLinear`."""
+        return self._first().tile_height(rows, backend)
+
+    def _first(self) -> GroupedLinear:
+        first = self.gate_up or self.up
+        assert first is not None
+        return first
 
 
 def mix(
@@ -494,7 +507,8 @@ class SparseMLP(Reader):
         first = self.collectives.first(self.held_experts)
         held = Held(first, self.held_experts) if self.held_experts else None
         routed = x if routed_by is None else routed_by
-        experts, weights, rows = self.router(routed, held=held, live=live, backend=backend)
+        height = self.experts.tile_height(routed.shape[0] * self.router.routing.per_token, backend)
+        experts, weights, rows = self.router(routed, held=held, live=live, height=height, backend=backend)
         if counts is not None:
             counts.count(experts)
         read = x if self.into_latents is None else self.into_latents(x, backend=backend)

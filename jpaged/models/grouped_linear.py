@@ -15,6 +15,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 from jpaged.models.linear import LinearLayout
 from jpaged.models.parameters import Normal, parameter
 from jpaged.pallas_kernels import gated_grouped_product, weighted_grouped_product
+from jpaged.pallas_kernels.grouped_product.api import tile_height
 from jpaged.pallas_kernels.grouped_product.tiles import RowTiles
 
 
@@ -96,6 +97,10 @@ class GroupedLinear(nnx.Module):
     ) -> None:
         self.layout = LinearLayout(inputs, outputs, std, shard_axis, False, False, experts)
         self.kernel = parameter(rngs, Normal(std), (experts, *inputs, *outputs), dtype, shard_axis, suffix="")
+
+    def tile_height(self, rows: int, backend: str | None) -> int:
+        """Rows of a tile, at most, in which its products take so many sorted rows. backend: as of them."""
+        return tile_height(rows, self.layout.experts, backend)
 
     def product(self) -> GroupedProduct:
         """Its products, where it is called."""

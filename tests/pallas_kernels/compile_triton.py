@@ -194,6 +194,7 @@ def few_bits_of_experts() -> Iterator[tuple[str, Callable[..., Any], dict[str, A
     """The grouped products in few bits of Qwen3-30B-A3B, every height of a tile and form of weights."""
     for rows, form, group, dtype, zeros in (
         (8, "fp8", None, jnp.bfloat16, False),
+        (2048, "fp8", None, jnp.bfloat16, False),
         (4096, "fp8", None, jnp.float16, False),
         (8192, "fp8", None, jnp.bfloat16, False),
         (65_536, "fp8", None, jnp.bfloat16, False),
@@ -202,9 +203,11 @@ def few_bits_of_experts() -> Iterator[tuple[str, Callable[..., Any], dict[str, A
         (8, "int8", None, jnp.bfloat16, False),
         (8192, "int8", 32, jnp.float16, False),
         (8, "int4", 128, jnp.bfloat16, True),
+        (2048, "int4", 128, jnp.bfloat16, True),
         (4096, "int4", 64, jnp.bfloat16, False),
         (8192, "int4", 128, jnp.float16, True),
         (8, "mxfp4", 32, jnp.bfloat16, False),
+        (2048, "mxfp4", 32, jnp.bfloat16, False),
         (4096, "mxfp4", 32, jnp.float16, False),
         (8192, "mxfp4", 32, jnp.bfloat16, False),
         (8, "nvfp4", 16, jnp.bfloat16, False),

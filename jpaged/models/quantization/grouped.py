@@ -23,7 +23,7 @@ from jpaged.models.parameters import Ascending, Constant, Start, parameter
 from jpaged.models.quantization.layers import rows_parameter
 from jpaged.pallas_kernels import quantized_grouped_product
 from jpaged.pallas_kernels.int4_product.api import MIDDLE
-from jpaged.pallas_kernels.quantized_grouped_product.api import EIGHT_BITS, Form
+from jpaged.pallas_kernels.quantized_grouped_product.api import EIGHT_BITS, Form, tile_height
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,10 @@ class QuantizedGroupedLinear(GroupedLinear):
         ascending = partial(parameter, rngs, Ascending(), (self.layout.experts, inputs), jnp.dtype(jnp.int32))
         self.order = ascending(by_expert, **options) if values.act_order else None
 
+    def tile_height(self, rows: int, backend: str | None) -> int:
+        del backend  # one kernel alone has tiles
+        return tile_height(rows, self.layout.experts, has_groups=self.scale.shape[-1] > 1)
+
     def product(self) -> GroupedProduct:
         others = (None if one is None else one[...] for one in (self.zero, self.outer, self.order))
         return QuantizedProduct(self.layout, self.values, self.kernel[...], self.scale[...], *others)
@@ -112,6 +116,7 @@ class QuantizedProduct:
             scale,
             rows.group_sizes,
             groups=rows.groups,
+            tiles=rows.tiles,
             form=self.values.form,
             group=self.values.group,
             zero=None if self.zero is None else self.zero.reshape(*shape, -1),

@@ -127,12 +127,17 @@ def _check(x: Any, w: Any, group_sizes: Any, groups: Any, tiles: RowTiles | None
         check.check_int32("group_sizes", group_sizes, "E", (w.shape[0],))
     else:
         check.check_int32("groups", groups, "A", (x.shape[0],))
-    if tiles is not None:
-        if group_sizes is None:
-            raise ValueError("tiles go with group_sizes, not with groups")
-        number = most_tiles(x.shape[0], w.shape[0], tiles.height)
-        check.check_int32("tiles.listed", tiles.listed, "tiles, 3", (number, 3))
-        check.check_int32("tiles.ends", tiles.ends, "E", (w.shape[0],))
+    check_tiles(tiles, group_sizes, x.shape[0], w.shape[0])
+
+
+def check_tiles(tiles: RowTiles | None, group_sizes: Any, rows: int, groups: int) -> None:
+    """Raises ValueError if tiles are not of so many rows in so many groups."""
+    if tiles is None:
+        return
+    if group_sizes is None:
+        raise ValueError("tiles go with group_sizes, not with groups")
+    check.check_int32("tiles.listed", tiles.listed, "tiles, 3", (most_tiles(rows, groups, tiles.height), 3))
+    check.check_int32("tiles.ends", tiles.ends, "E", (groups,))
 
 
 def _is_empty(x: Any, w: Any) -> bool:

@@ -24,7 +24,8 @@ import jax.numpy as jnp
 
 from jpaged.pallas_kernels.common import arguments as check
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
-from jpaged.pallas_kernels.grouped_product.tiles import RowGroups
+from jpaged.pallas_kernels.grouped_product.api import check_tiles
+from jpaged.pallas_kernels.grouped_product.tiles import RowGroups, RowTiles
 from jpaged.pallas_kernels.int4_product.api import check_group, check_outer
 from jpaged.pallas_kernels.quantized_grouped_product.operands import Experts, Operands, Options
 from jpaged.pallas_kernels.registry import Op, is_hopper
@@ -46,6 +47,7 @@ def quantized_grouped_product(
     zero: jax.Array | None = None,
     outer: jax.Array | None = None,
     groups: jax.Array | None = None,
+    tiles: RowTiles | None = None,
     weights: jax.Array | None = None,
     activation: str | None = None,
     backend: str | None = None,
@@ -63,6 +65,7 @@ def quantized_grouped_product(
             divisor of K; 32 of "mxfp4"; 16 of "nvfp4", whose K 32 divides.
         zero: uint8 [E, N, G], with "int4" alone; None for 8.
         outer: float32 [E, N], of "nvfp4" alone. Where it is 0, so are weights.
+        tiles: of the rows of group_sizes, where they are known; taken if their height is the kernel's (`tile_height`).
         weights: float32 [A], what each row is multiplied by; None for nothing. More may be behind these.
         activation: as of `gated_grouped_product`; None for a product of all outputs. Not with weights.
         backend: "triton" or "xla"; None picks by device, dtype and shapes.
@@ -79,6 +82,7 @@ def quantized_grouped_product(
         check.check_int32("group_sizes", group_sizes, "E", (experts,))
     if groups is not None:
         check.check_int32("groups", groups, "A", (x.shape[0],))
+    check_tiles(tiles, group_sizes, x.shape[0], experts)
     if weights is not None:
         check.check_array("weights", weights, jnp.float32, "A", (None,))
         if weights.shape[0] < x.shape[0]:
@@ -94,8 +98,20 @@ def quantized_grouped_product(
     columns = outputs if activation is None else outputs // 2
     if 0 in x.shape or 0 in w.shape:
         return jnp.zeros((x.shape[0], columns), x.dtype)
-    operands = Operands(x, Experts(w, scale, zero, outer), RowGroups(group_sizes, groups), weights)
+    operands = Operands(x, Experts(w, scale, zero, outer), RowGroups(group_sizes, groups, tiles), weights)
     return run(operands, Options(form, group, activation))
+
+
+def tile_height(rows: int, experts: int, *, has_groups: bool) -> int:
+    """Rows of a tile, at most, in which the kernel takes so many rows of so many experts, as high as an expert has rows
+    if they are spread evenly: what `tiles` are best made of. has_groups: of inputs, with scales of their own."""
+    heights = HEIGHTS[:-1] if has_groups else HEIGHTS
+    return next((height for height in heights if height * experts >= rows), heights[-1])
+
+
+HEIGHTS = (16, 32, 64, 128)
+"""Of tiles, at most. The highest one is for a scale an output: the products of a group with a scale of its own are in
+registers beside the sums."""
 
 
 def _check(x: Any, w: Any, scale: Any, zero: Any, outer: Any, form: str, group: int | None) -> None:

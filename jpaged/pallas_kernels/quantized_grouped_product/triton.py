@@ -34,7 +34,7 @@ from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
 from jpaged.pallas_kernels.grouped_product.tiles import END, FIRST, GROUP, plan
 from jpaged.pallas_kernels.grouped_product.triton import activated
 from jpaged.pallas_kernels.int4_product.api import NV_GROUP
-from jpaged.pallas_kernels.quantized_grouped_product.api import EIGHT_BITS
+from jpaged.pallas_kernels.quantized_grouped_product.api import EIGHT_BITS, HEIGHTS, tile_height
 from jpaged.pallas_kernels.quantized_grouped_product.operands import Operands, Options
 
 _GROUP, _FIRST, _END = (tl.constexpr(x) for x in (GROUP, FIRST, END))
@@ -61,8 +61,8 @@ class Config:
     side: int = 1
 
 
-_SINGLE, _SINGLE_ROWS = Config(16, 32, 128, 8, 2, 4), 16
-"""For so few rows, of one token or two, that CTAs do not fill a GPU."""
+_SINGLE, _SINGLE_ROWS = Config(16, 32, 128, 8, 2, 4), 64
+"""For so few rows that CTAs may not fill a GPU: those of a token or a few, and of padding. Not measured."""
 _FEW = (Config(16, 32, 128, 2, 4), Config(32, 32, 128, 2, 4))
 _HOPPER = (*_FEW, Config(64, 64, 128, 4, 3), Config(128, 64, 64, 4, 3))
 _FEW_SMALL = (Config(16, 32, 128, 2, 4), Config(32, 32, 128, 2, 3), Config(64, 32, 64, 4, 3))
@@ -73,21 +73,16 @@ _CONFIGS = {
     100: _HOPPER,
     120: (*_FEW_SMALL, Config(128, 32, 64, 8, 3)),
 }
-"""By family of GPUs, from few rows a tile to many. Those of Hopper are the best of a sweep on an H200
+"""By family of GPUs, of tiles of each of `HEIGHTS`. Those of Hopper are the best of a sweep on an H200
 (`benchmarks/expert_tiles.py`); others are not measured."""
-_MOST_ROWS = 64
-"""Of a tile whose groups have scales of their own: their products are in registers beside the sums."""
 
 
 def default_config(rows: int, experts: int, *, has_groups: bool) -> Config:
-    """For so many rows of so many experts: tiles as high as an expert has rows, if they are spread evenly. has_groups:
-    of inputs, with scales of their own."""
+    """For so many rows of so many experts. has_groups: as of `tile_height`."""
     if rows <= _SINGLE_ROWS:
         return _SINGLE
     table: tuple[Config, ...] = for_family(_CONFIGS)
-    if has_groups:
-        table = tuple(one for one in table if one.rows <= _MOST_ROWS)
-    return next((one for one in table if one.rows * experts >= rows), table[-1])
+    return table[HEIGHTS.index(tile_height(rows, experts, has_groups=has_groups))]
 
 
 def _has_scaled_weights(form: str, dtype: Any) -> bool:
@@ -121,7 +116,7 @@ def quantized_grouped_product(operands: Operands, options: Options, config: Conf
     config = config or default_config(rows, experts, has_groups=number > 1)
     columns = outputs if activation is None else outputs // 2
     # Of gate and up, or of twice the outputs, unless registers do not hold sums, a group's products and weights.
-    holds_both = activation is None and not (form in EIGHT_BITS and number > 1 and config.rows == _MOST_ROWS)
+    holds_both = activation is None and not (form in EIGHT_BITS and number > 1 and config.rows >= 64)
     width = 2 * config.outputs if holds_both else config.outputs
     strips = triton.cdiv(columns, width)
     listed, ends = plan(groups, experts, rows=rows, height=config.rows)

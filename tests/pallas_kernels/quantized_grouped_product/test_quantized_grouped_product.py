@@ -1,6 +1,7 @@
 """Grouped products in few bits against float64, in XLA and in Triton's interpreter, and what they refuse."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,9 +12,10 @@ import pytest
 
 from jpaged.pallas_kernels import devices, quantized_grouped_product
 from jpaged.pallas_kernels.devices import Device
-from jpaged.pallas_kernels.grouped_product.tiles import RowGroups
+from jpaged.pallas_kernels.grouped_product import tiles
+from jpaged.pallas_kernels.grouped_product.tiles import RowGroups, RowTiles, plan_tiles
 from jpaged.pallas_kernels.int4_product.reference import pack
-from jpaged.pallas_kernels.quantized_grouped_product.api import OP
+from jpaged.pallas_kernels.quantized_grouped_product.api import OP, tile_height
 from jpaged.pallas_kernels.quantized_grouped_product.operands import Experts, Operands, Options
 from jpaged.pallas_kernels.quantized_grouped_product.reference import dequantized
 from tests.pallas_kernels.marks import needs_triton, runs_triton
@@ -183,6 +185,22 @@ def test_steps_side_by_side_have_the_sums_of_one_behind_the_other(case, side):
         np.testing.assert_allclose(other[live], one[live], rtol=2.0**-7, atol=2.0**-7 * np.abs(one[live]).max())
 
 
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [CASES[0], CASES[6]], ids=lambda case: case.form)
+def test_tiles_that_are_known_are_taken(case, monkeypatch):
+    given, _ = matrices(case)
+    x, owner = rows(case, jnp.bfloat16)
+    sizes = jnp.asarray(SIZES, jnp.int32)
+    height = tile_height(len(owner), len(SIZES), has_groups=case.group is not None)
+    known = RowTiles(*plan_tiles(sizes, rows=len(owner), height=height), height)
+    product = partial(quantized_grouped_product, x, given["w"], given["scale"], sizes, **case.options, backend="triton")
+    right = np.asarray(product())
+    jax.clear_caches()
+    monkeypatch.setattr(tiles, "plan_tiles", lambda *_, **__: pytest.fail("tiles are listed again"))
+    np.testing.assert_array_equal(np.asarray(product(tiles=known))[: sum(SIZES)], right[: sum(SIZES)])
+
+
 def check(found, right, bound, live):
     assert np.all(np.abs(np.asarray(found, np.float64) - right)[live] <= bound[live])
 
@@ -215,6 +233,7 @@ def test_experts_without_rows_are_not_read():
         ({"weights": np.ones(24, np.float32), "activation": "silu"}, "weights do not go with an activation"),
         ({"activation": "tanh"}, "activation must be one of"),
         ({"groups": np.zeros(24, np.int32)}, "one of group_sizes and groups"),
+        ({"tiles": RowTiles(jnp.zeros((3, 3), jnp.int32), jnp.zeros(4, jnp.int32), 16)}, "tiles.listed"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(change, said):
