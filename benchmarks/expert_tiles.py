@@ -9,6 +9,7 @@ Both products of Qwen3-30B-A3B's experts, one behind the other, in microseconds;
 import argparse
 import json
 import statistics
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import product as product_of
@@ -68,7 +69,7 @@ def configs(tokens: int, bits: FewBits) -> list[kernel.Config]:
     return [kernel.Config(*one) for one in shapes]
 
 
-def compile_both(config: kernel.Config, tokens: int, bits: FewBits, arguments: tuple[Any, ...]) -> None:
+def compile_both(config: kernel.Config, bits: FewBits, arguments: tuple[Any, ...]) -> None:
     """Compiles both products; jax-triton keeps them, by shapes and constants."""
     x, gate_up, down, grouped, twos = arguments
     groups = RowGroups(*grouped[0])
@@ -88,11 +89,11 @@ def measured(tokens: int, bits: FewBits) -> list[dict[str, Any]]:
     lines = []
     with ThreadPoolExecutor(12) as pool:
         done: dict[kernel.Config, Future[None]] = {
-            config: pool.submit(compile_both, config, tokens, bits, built[1]) for config in configs(tokens, bits)
+            config: pool.submit(compile_both, config, bits, built[1]) for config in configs(tokens, bits)
         }
     for config, compiled in done.items():
         line: dict[str, Any] = {"bits": bits.name, "tokens": tokens, "config": str(config), "floor_us": round(floor, 1)}
-        kernel.default_config = lambda *_, of=config: of
+        kernel.default_config = lambda *_, of=config, **__: of
         jax.clear_caches()
         try:
             compiled.result()
@@ -106,7 +107,7 @@ def measured(tokens: int, bits: FewBits) -> list[dict[str, Any]]:
     return lines
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bits", nargs="+", choices=NAMES)
     parser.add_argument("--tokens", type=int, action="append", help="may be repeated (default: 1, 32, 256, 1024, 8192)")
@@ -117,7 +118,8 @@ def main() -> None:
     for name, tokens in product_of(options.bits, options.tokens or (1, 32, 256, 1024, 8192)):
         figures += measured(tokens, NAMES[name])
         options.json.write_text(json.dumps({"kind": "experts", "figures": figures}, indent=1))
+    return int(all("error" in line for line in figures))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -75,12 +75,12 @@ class StructuredOutputsParams:
         self._check_options()
 
     @classmethod
-    def of_checked(cls, fields: Mapping[str, Any]) -> "StructuredOutputsParams":
+    def of_checked(cls, values: Mapping[str, Any]) -> "StructuredOutputsParams":
         """Those whose `vars` are given, as a message brings them. They were checked when they were made, and are not
         again: of a large schema that takes milliseconds."""
         made = object.__new__(cls)
-        choice = fields["choice"]
-        vars(made).update(fields, choice=None if choice is None else tuple(choice))
+        choice = values["choice"]
+        vars(made).update(values, choice=None if choice is None else tuple(choice))
         return made
 
     @property

@@ -34,8 +34,9 @@ class Constant:
 class Bits:
     """Starts a parameter of 8-bit integers from random bits.
 
-    halves_around_8: each has two numbers of four bits, 8 on average: 0 becomes 8. Otherwise all outputs had the same
-    share in their inputs' sum, by which a mixture of experts picks a few of them for all tokens.
+    halves_around_8: each has two numbers of four bits, which are 8 on average, since 0 becomes 8. Less 8 they are
+    weights, and those of another average would add the same to all outputs: a mixture then sends all tokens to few
+    experts.
     """
 
     halves_around_8: bool = False

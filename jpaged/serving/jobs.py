@@ -24,7 +24,7 @@ from jpaged.processes.async_llm_engine import AsyncLLMEngine
 from jpaged.serving.admission import Admission, Ticket
 from jpaged.serving.answers import Answer, AnswerContext, answer_to
 from jpaged.serving.chat_template import template_arguments
-from jpaged.serving.constraints import Constraint, has_schema
+from jpaged.serving.constraints import Constraint, takes_long
 from jpaged.serving.embedding_protocol import PoolingRequest
 from jpaged.serving.errors import ApiError
 from jpaged.serving.options import AppOptions
@@ -187,7 +187,8 @@ class JobMaker:
             where = f"tools[{names.index(tool.name)}].function.parameters"
             try:
                 constraint = {"json": {**tool.parameters, "x-guidance": {"lenient": not tool.strict}}}
-                alone = SamplingParams(structured_outputs=constraint)  # type: ignore[arg-type]
+                make = partial(SamplingParams, structured_outputs=constraint)  # type: ignore[arg-type]
+                alone = await self._engine.in_thread(make)
                 await self._engine.process([0], alone)
             except InvalidParameterError as error:
                 raise named_tool(error, where) from error
@@ -260,7 +261,7 @@ class JobMaker:
     async def _params(self, body: CompletionRequest | ChatCompletionRequest) -> SamplingParams | BeamSearchParams:
         ready = await self._engine.ready()
         work = partial(sampling_of, body, ready.default_sampling_params)
-        return await self._engine.in_thread(work) if has_schema(body) else work()
+        return await self._engine.in_thread(work) if takes_long(body) else work()
 
     async def _truncated(
         self,

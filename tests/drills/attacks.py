@@ -30,6 +30,9 @@ MOST_ANSWER_S = 60.0
 MOST_RATIO = 1.5
 """Of the p99 beside attacks, and the largest one of undisturbed streams and of those beside ordinary chats."""
 
+MOST_ORDINARY_RATIO = 4.0
+"""Of the p99 beside ordinary chats, and that of undisturbed streams."""
+
 ORDINARY: Mapping[str, Mapping[str, Any]] = {"ordinary chats": {}, "chats of one token": {"max_tokens": 1}}
 """Fields of chats that attack nothing. Those of one token end as soon as many attacks do: more of them come."""
 
@@ -162,7 +165,8 @@ def main() -> int:
                 status, slowest, said = answers[0][0], max(seconds for _, seconds, _ in answers), answers[0][2]
                 if name in ORDINARY:
                     usual = max(usual, beside)
-                is_bad = status >= 500 or slowest > MOST_ANSWER_S or beside > MOST_RATIO * usual
+                most = MOST_ORDINARY_RATIO * calm if name in ORDINARY else MOST_RATIO * usual
+                is_bad = status >= 500 or slowest > MOST_ANSWER_S or beside > most
                 found.append(
                     {
                         "attack": name,

@@ -56,19 +56,27 @@ def attention() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     for head_dim in (256, 512):
         yield from attention_of(" over e4m3", jnp.bfloat16, jnp.float8_e4m3fn, head_dim, 7, 16, plain)
     yield from attention_of(" over e4m3", jnp.float16, jnp.float8_e4m3fn, 80, 7, 128, every)
+    yield from attention_of(" over e4m3, 64 rows", jnp.bfloat16, jnp.float8_e4m3fn, 128, 4, 16, plain, batch=64)
 
 
 def attention_of(
-    what: str, dtype: Any, kept: Any, head_dim: int, share: int, block_size: int, options: dict[str, Any]
+    what: str,
+    dtype: Any,
+    kept: Any,
+    head_dim: int,
+    share: int,
+    block_size: int,
+    options: dict[str, Any],
+    batch: int = 16,
 ) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     """Both kinds, of queries in a type over keys and values in another."""
     pool = Shape((4096, 2, 2, block_size, head_dim), kept)
     name = f"D {head_dim} {jnp.dtype(dtype)} group {share} block {block_size}{' options' if options else ''}{what}"
-    arguments = {"kv_pool": pool, "block_tables": ids(16, 4096 // block_size), "kv_lens": ids(16)}
-    q = Shape((16, 2 * share, head_dim), dtype)
+    arguments = {"kv_pool": pool, "block_tables": ids(batch, 4096 // block_size), "kv_lens": ids(batch)}
+    q = Shape((batch, 2 * share, head_dim), dtype)
     yield f"decode {name}", partial(ops.decode_attention, **options), arguments | {"q": q}
     q = Shape((2048, 2 * share, head_dim), dtype)
-    starts = {"query_starts": ids(17)}
+    starts = {"query_starts": ids(batch + 1)}
     yield f"ragged {name}", partial(ops.ragged_attention, **options), arguments | {"q": q} | starts
 
 
@@ -199,6 +207,7 @@ def few_bits_of_experts() -> Iterator[tuple[str, Callable[..., Any], dict[str, A
         (8192, "fp8", None, jnp.bfloat16, False),
         (65_536, "fp8", None, jnp.bfloat16, False),
         (8, "fp8", 128, jnp.bfloat16, False),
+        (2048, "fp8", 128, jnp.bfloat16, False),
         (65_536, "fp8", 128, jnp.bfloat16, False),
         (8, "int8", None, jnp.bfloat16, False),
         (8192, "int8", 32, jnp.float16, False),
@@ -211,6 +220,7 @@ def few_bits_of_experts() -> Iterator[tuple[str, Callable[..., Any], dict[str, A
         (4096, "mxfp4", 32, jnp.float16, False),
         (8192, "mxfp4", 32, jnp.bfloat16, False),
         (8, "nvfp4", 16, jnp.bfloat16, False),
+        (2048, "nvfp4", 16, jnp.bfloat16, False),
         (4096, "nvfp4", 16, jnp.float16, False),
         (8192, "nvfp4", 16, jnp.bfloat16, False),
     ):

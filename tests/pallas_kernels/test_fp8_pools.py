@@ -27,11 +27,14 @@ FP8 = "float8_e4m3fn"
 
 
 @pytest.mark.parametrize("backend", WITH_TRITON)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_attention_is_that_of_float64_over_what_the_pool_holds(backend, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "empty"),  # with head_dim 128, tiles of more than 32 sequences are others
+    [("bfloat16", 64, 0), ("float16", 64, 0), ("bfloat16", 128, 0), ("bfloat16", 128, 30)],
+)
+def test_attention_is_that_of_float64_over_what_the_pool_holds(backend, dtype, head_dim, empty):
     lens = [70, 0, 300, 1]
-    world = make_world(3, lens, kv_heads=2, head_dim=64, block_size=16, dtype=FP8)
-    q = random_queries(3, 4, 8, 64, dtype)
+    world = make_world(3, lens + [0] * empty, kv_heads=2, head_dim=head_dim, block_size=16, dtype=FP8)
+    q = random_queries(3, 4 + empty, 8, head_dim, dtype)
     wide = np.asarray(q).astype(np.float64)
     options = {"sliding_window": 90, "logit_softcap": 20.0}
     for some in ({}, options):
@@ -42,8 +45,10 @@ def test_attention_is_that_of_float64_over_what_the_pool_holds(backend, dtype):
         assert out.dtype == q.dtype
         assert_close(out, want, dtype)
         assert_lse_close(lse, want_lse, dtype)
+    if empty:
+        return
     starts = np.array([0, 30, 30, 100, 101], np.int32)
-    q = random_queries(4, 101, 8, 64, dtype)
+    q = random_queries(4, 101, 8, head_dim, dtype)
     wide = np.asarray(q).astype(np.float64)
     out, lse = ops.ragged_attention(q, world.pool, world.tables, world.lens, starts, return_lse=True, backend=backend)
     want, want_lse = expected_ragged(world, wide, starts)

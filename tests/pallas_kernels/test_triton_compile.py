@@ -58,7 +58,7 @@ def test_the_kernels_fit_and_spill_nothing_in_a_loop_unless_that_is_faster(capab
     for kernel in kernels:
         assert kernel["shared"] <= kernel["limit"], kernel
         if kernel["name"].startswith("quantized_grouped_product"):
-            assert kernel["by_byte"] <= _SCALES_BY_BYTE, kernel  # weights are read sixteen bytes at a time
+            assert kernel["by_byte"] <= _SCALES_BY_BYTE, kernel  # and no weights
         assert kernel["in_loops"] <= _MEASURED.get((kernel["capability"], kernel["name"]), 0), kernel
         if (ctas := kernel["resident"]) is not None:  # a persistent grid, all of which must run at once
             registers = ctas * kernel["warps"] * 32 * (-(-kernel["registers"] // 8) * 8)

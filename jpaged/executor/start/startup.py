@@ -17,7 +17,6 @@ import numpy as np
 
 from jpaged.api.config import EngineArgs
 from jpaged.api.errors import InvalidParameterError, OutOfMemoryError, shown
-from jpaged.executor.cache.paged import Pools
 from jpaged.executor.cache.virtual.layout import VirtualCache
 from jpaged.executor.cache.virtual.memory import VirtualMemory
 from jpaged.executor.config import ExecutorConfig
@@ -60,7 +59,7 @@ from jpaged.executor.start.started import Startup, whence
 from jpaged.executor.start.weights import CheckpointReader, fill_weights
 from jpaged.executor.start.worker_threads import WorkerThreads
 from jpaged.executor.step.compiled import CompiledProgram
-from jpaged.executor.step.held import initial_held
+from jpaged.executor.step.held import Held, initial_held
 from jpaged.executor.step.kinds import first_programs
 from jpaged.executor.step.program import Setup
 from jpaged.executor.step.runner import Runner
@@ -257,9 +256,7 @@ def _start_on(
     with _timed(seconds, "warm up"):
         pages = VirtualMemory(setup.cache, mesh) if isinstance(setup.cache, VirtualCache) else None
         pools = None if pages is None else pages.pools
-        held = initial_held(setup, mesh, weights, pools)
-        if pages is None:
-            await_pools(held["pools"], args)
+        held = with_room(partial(initial_held, setup, mesh, weights, pools), memory.pool, args)
         runner = Runner(setup, programs, held, pages, on_first_use)
         runner.warm_up()
         if pages is not None:
@@ -285,17 +282,24 @@ def _start_on(
     )
 
 
-def await_pools(pools: Pools, args: EngineArgs) -> None:
-    """Raises OutOfMemoryError if the device has no room for them, as planned as it may be: it may be in pieces."""
+def with_room(make: Callable[[], Held], pool_bytes: int, args: EngineArgs) -> Held:
+    """What a runner begins with, on the device.
+
+    Raises:
+        OutOfMemoryError: its KV pool, of so many bytes a device, does not fit, although it should: others have taken
+            memory, or what is free is in pieces.
+    """
     try:
-        jax.block_until_ready(pools)
+        held = make()
+        jax.block_until_ready(held["pools"])
+        return held
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        gib = sum(pool.nbytes for pool in pools) / 2**30
         raise OutOfMemoryError(
-            f"The device has no room for a KV pool of {gib:.2f} GiB any more, or not in large enough pieces. Lower"
-            f" gpu_memory_utilization, which is {args.gpu_memory_utilization:g}, or stop what else uses the device."
+            f"The device has no room for a KV pool of {pool_bytes / 2**30:.2f} GiB any more, or not in large enough"
+            f" pieces. Lower gpu_memory_utilization, which is {args.gpu_memory_utilization:g}, or stop what else uses"
+            " the device."
         ) from error
 
 

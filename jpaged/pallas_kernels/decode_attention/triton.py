@@ -12,8 +12,8 @@ One query token a sequence: every key and value is read once, so the kernel is a
             a part                    state --> memory, counted in; who comes last folds all parts, in order
 
 A chunk's state is the fold of its leaves' states in order, whether one CTA computes them all or the last collects them
-from memory, and a sequence's is the fold of its chunks': so its bits depend neither on who came last nor on the batch
-(in e4m3, but for whether it is a small one, which has other tiles).
+from memory, and a sequence's is the fold of its chunks': so its bits depend neither on the batch nor on who came last.
+(Over e4m3, small batches have other tiles than large ones, and other bits.)
 
 Sources: Flash-Decoding (pytorch.org/blog/flash-decoding), FlashAttention-2 (arXiv:2307.08691).
 """
@@ -119,10 +119,11 @@ the best of a sweep on an H200 (`benchmarks/triton_tiles.py`)."""
 
 _STAGES_IN_8_BITS = 5
 """Of pools in e4m3, whose tiles have half the bytes; the best with head_dim 128 on an H200."""
-_OF_LARGE_BATCHES, _OF_SMALL_BATCHES = Config(64, 2, _STAGES_IN_8_BITS, 4), Config(128, 4, _STAGES_IN_8_BITS, 2)
+_OF_LARGE_BATCHES = replace(_LARGE[128, 2], stages=_STAGES_IN_8_BITS)
+_OF_SMALL_BATCHES = Config(tile=128, warps=4, stages=_STAGES_IN_8_BITS, ctas=2)
 _MOST_CUT = 32
 """In e4m3 with head_dim 128, batches of so many sequences are mostly cut into leaves. A tile is a leaf then: on an H200
-that reads 16 x 4,096 tokens at 1.5 times the rate, and longer ones at 0.92 of it."""
+that reads 16 x 4,096 tokens at 1.6 times the rate, and 8 x 16,384 at 0.9 of it."""
 
 _LARGE_LATENTS = {
     2: Config(tile=64, warps=8, stages=5, ctas=1),

@@ -49,10 +49,9 @@ class Config:
     splits: int | None = None
 
 
-_SMALL = (Config(8, 64, 4, 4, 2), Config(16, 32, 2, 4, 2), Config(32, 64, 2, 4), Config(64, 64, 4, 2))
-_LARGE = (Config(8, 64, 4, 4, 2), Config(16, 32, 2, 4, 2), Config(32, 64, 2, 4), Config(64, 128, 8, 3))
-_CONFIGS = by_shared_memory(_LARGE, _SMALL)
-"""By family of GPUs, from few rows to many. Large ones of up to 32 rows were found by a sweep on an H200
+_FEW = (Config(8, 64, 4, 4, 2), Config(16, 32, 2, 4, 2), Config(32, 64, 2, 4))
+_CONFIGS = by_shared_memory((*_FEW, Config(64, 128, 8, 3)), (*_FEW, Config(64, 64, 4, 2)))
+"""By family of GPUs, from few rows to many. Those of up to 32 rows were found by a sweep on an H200
 (`benchmarks/product_tiles.py`)."""
 
 _NVFP4_SMALL = (Config(16, 64, 4, 4), Config(32, 64, 4, 3), Config(64, 64, 4, 2))

@@ -73,16 +73,17 @@ _CONFIGS = {
     100: _HOPPER,
     120: (*_FEW_SMALL, Config(128, 32, 64, 8, 3)),
 }
-"""By family of GPUs, of tiles of each of `HEIGHTS`. Those of Hopper are the best of a sweep on an H200
-(`benchmarks/expert_tiles.py`); others are not measured."""
+"""By family of GPUs, of tiles of each of `HEIGHTS`. Those of Hopper are the best of a sweep with e4m3 and MXFP4 on an
+H200 (`benchmarks/expert_tiles.py`); others are not measured."""
 
 
 def default_config(rows: int, experts: int, *, has_groups: bool) -> Config:
     """For so many rows of so many experts. has_groups: as of `tile_height`."""
-    if rows <= _SINGLE_ROWS:
+    height = tile_height(rows, experts, has_groups=has_groups)
+    if rows <= _SINGLE_ROWS and height == _SINGLE.rows:
         return _SINGLE
     table: tuple[Config, ...] = for_family(_CONFIGS)
-    return table[HEIGHTS.index(tile_height(rows, experts, has_groups=has_groups))]
+    return table[HEIGHTS.index(height)]
 
 
 def _has_scaled_weights(form: str, dtype: Any) -> bool:
@@ -115,7 +116,8 @@ def quantized_grouped_product(operands: Operands, options: Options, config: Conf
     experts, outputs, number = scale.shape
     config = config or default_config(rows, experts, has_groups=number > 1)
     columns = outputs if activation is None else outputs // 2
-    # Of gate and up, or of twice the outputs, unless registers do not hold sums, a group's products and weights.
+    # A CTA has sums of gate and up, or of twice as many outputs. With scales of groups in 8 bits, high tiles of the
+    # latter do not fit in its registers.
     holds_both = activation is None and not (form in EIGHT_BITS and number > 1 and config.rows >= 64)
     width = 2 * config.outputs if holds_both else config.outputs
     strips = triton.cdiv(columns, width)
@@ -272,7 +274,8 @@ def _quantized_grouped_product(
 @triton.jit
 def _scaled_sum(total, words, lower, upper, scales, FORM: tl.constexpr, IN_REGISTERS: tl.constexpr):
     """The sums [WIDTH, ROWS] with the products of a step of several groups added, or [SIDE, WIDTH, ROWS] with those of
-    several steps. scales: uint8 [.., WIDTH, SCALES]. lower, upper: the inputs of a byte's lower and upper bits."""
+    several steps. scales: uint8 [.., WIDTH, SCALES]; of MXFP4, 0 makes zeros and 255, which stands for NaN and which
+    loading refuses, infinities. lower, upper: the inputs of a byte's lower and upper bits."""
     if FORM == _NVFP4:
         wide = widen(scales, lower.dtype)
         if len(scales.shape) == 2:

@@ -186,6 +186,18 @@ def test_steps_side_by_side_have_the_sums_of_one_behind_the_other(case, side):
 
 
 @needs_triton
+def test_the_kernels_tiles_are_as_high_as_said():
+    """Routing lists tiles of this height, and others would be listed once more."""
+    from jpaged.pallas_kernels.quantized_grouped_product import triton
+
+    for rows_of_all in (1, 16, 64, 65, 512, 2048, 4096, 8192, 65_536):
+        for experts in (1, 4, 32, 128):
+            for has_groups in (False, True):
+                config = triton.default_config(rows_of_all, experts, has_groups=has_groups)
+                assert config.rows == tile_height(rows_of_all, experts, has_groups=has_groups)
+
+
+@needs_triton
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [CASES[0], CASES[6]], ids=lambda case: case.form)
 def test_tiles_that_are_known_are_taken(case, monkeypatch):
