@@ -453,3 +453,21 @@ def test_beams_and_engines_without_a_tokenizer_refuse_constraints():
     llm = LLM(**DEMO_ENGINE, skip_tokenizer_init=True, verbose=False)
     with pytest.raises(InvalidParameterError, match="structured_outputs needs a tokenizer"):
         llm.generate({"prompt_token_ids": [5, 6]}, SamplingParams(structured_outputs={"regex": "a"}), use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"minimum": 10**30, "maximum": 1e300, "multipleOf": 1.5, "default": -0.0},
+        {"enum": ["é", "\n\u2028", '"', "", None, True, [], {}]},
+        {"1": {"2": [1, [2, [3]]]}},
+    ],
+)
+def test_a_schema_says_the_same_as_a_dictionary_as_text_and_of_other_types(value):
+    """The latter go by another encoder."""
+
+    class Text(str):
+        pass
+
+    for given in (value, json.dumps(value), {Text(key): one for key, one in value.items()}):
+        assert json.loads(Structured(json=given).json) == value
