@@ -181,9 +181,9 @@ def _dumped(name: str, value: Mapping[str, Any], *, is_plain: bool) -> str:
 
 
 def _encoded(value: Mapping[str, Any]) -> str:
-    """JSON text of a plain object; a lone surrogate stays one, which is refused later."""
+    """JSON text of a plain object, with Python's white space; a lone surrogate stays one, which is refused later."""
     try:
-        return msgspec.json.encode(value).decode()
+        return msgspec.json.format(msgspec.json.encode(value), indent=0).decode()
     except UnicodeEncodeError:
         return json.dumps(value, ensure_ascii=False)
 
