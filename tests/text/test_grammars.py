@@ -526,6 +526,9 @@ def test_where_the_process_has_died_sequences_go_on_in_another(given, tokenizer)
     descriptors = len(os.listdir("/proc/self/fd"))
     assert seen((0, 2)) == calm
     compiler.compile(params).result()
+    end = time.monotonic() + 10
+    while len(os.listdir("/proc/self/fd")) > descriptors and time.monotonic() < end:
+        time.sleep(0.01)
     assert len(os.listdir("/proc/self/fd")) == descriptors  # nothing is kept of processes that have ended
     compiler.close()
 
