@@ -56,7 +56,8 @@ def attention() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     for head_dim in (256, 512):
         yield from attention_of(" over e4m3", jnp.bfloat16, jnp.float8_e4m3fn, head_dim, 7, 16, plain)
     yield from attention_of(" over e4m3", jnp.float16, jnp.float8_e4m3fn, 80, 7, 128, every)
-    yield from attention_of(" over e4m3, 64 rows", jnp.bfloat16, jnp.float8_e4m3fn, 128, 4, 16, plain, batch=64)
+    # Decode attention of more than 32 sequences has other tiles there.
+    yield next(attention_of(" over e4m3, 64 rows", jnp.bfloat16, jnp.float8_e4m3fn, 128, 4, 16, plain, batch=64))
 
 
 def attention_of(
