@@ -8,6 +8,7 @@ Both products of Qwen3-30B-A3B's experts, one behind the other, in microseconds;
 
 import argparse
 import json
+import re
 import statistics
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,42 +32,26 @@ from jpaged.pallas_kernels.quantized_grouped_product.operands import Operands, O
 NAMES = {bits.name: bits for bits in FEW_BITS}
 
 
+CANDIDATES = {
+    8: """16 32 128 2 4    16 32 128 8 2 4  16 32 128 8 3 4  16 32 128 4 4 2  16 32 128 4 3 2
+          16 64 128 8 3 2  16 32 64 8 4 4""",
+    256: """16 32 128 2 4   16 32 128 2 6    16 64 128 4 4    16 32 128 4 4    16 64 128 2 4
+            16 32 256 2 3   32 32 128 2 4    32 64 128 4 3""",
+    1024: """64 32 128 4 3  64 64 128 4 3    64 64 64 4 4     64 64 128 8 3    64 128 128 8 2
+             32 64 128 4 3  64 128 64 8 3    128 64 64 8 3""",
+    8192: """128 64 64 8 3  128 64 128 8 2   128 128 64 8 3   128 64 64 4 3    64 64 128 4 3
+             64 64 64 4 4   64 128 64 8 3    64 128 128 8 2   256 64 64 8 3""",
+}
+"""The fields of configurations, two spaces between them, by the most tokens that they are tried with."""
+
+
 def configs(tokens: int, bits: FewBits) -> list[kernel.Config]:
-    """Candidates."""
-    shapes: list[tuple[int, ...]]
-    if tokens <= 8:
-        shapes = [(16, 32, 128, 2, 4), (16, 32, 128, 8, 2, 4), (16, 32, 128, 8, 3, 4), (16, 32, 128, 4, 4, 2)]
-        shapes += [(16, 32, 128, 4, 3, 2), (16, 64, 128, 8, 3, 2), (16, 32, 64, 8, 4, 4)]
-    elif tokens <= 256:
-        shapes = [
-            (16, 32, 128, 2, 4),
-            (16, 32, 128, 2, 6),
-            (16, 64, 128, 4, 4),
-            (16, 32, 128, 4, 4),
-            (16, 64, 128, 2, 4),
-        ]
-        shapes += [(16, 32, 256, 2, 3)] + [(32, 32, 128, 2, 4), (32, 64, 128, 4, 3)] * (tokens > 128)
-    elif tokens <= 1024:
-        shapes = [
-            (64, 32, 128, 4, 3),
-            (64, 64, 128, 4, 3),
-            (64, 64, 64, 4, 4),
-            (64, 64, 128, 8, 3),
-            (64, 128, 128, 8, 2),
-        ]
-        shapes += [(32, 64, 128, 4, 3), (64, 128, 64, 8, 3), (128, 64, 64, 8, 3)]
-    else:
-        shapes = [
-            (128, 64, 64, 8, 3),
-            (128, 64, 128, 8, 2),
-            (128, 128, 64, 8, 3),
-            (128, 64, 64, 4, 3),
-            (64, 64, 128, 4, 3),
-        ]
-        shapes += [(64, 64, 64, 4, 4), (64, 128, 64, 8, 3), (64, 128, 128, 8, 2), (256, 64, 64, 8, 3)]
-    if bits.form not in EIGHT_BITS:
-        shapes = [one for one in shapes if one[2] == 128]  # a step is as deep as its form asks for
-    return [kernel.Config(*one) for one in shapes]
+    """Those to try with so many tokens."""
+    listed = next((some for most, some in CANDIDATES.items() if tokens <= most), CANDIDATES[8192])
+    found = [kernel.Config(*map(int, one.split())) for one in re.split(r"\s{2,}", listed)]
+    if bits.form in EIGHT_BITS:
+        return found
+    return [one for one in found if one.depth == 128]  # a step is as deep as its form asks for
 
 
 def compile_both(config: kernel.Config, bits: FewBits, arguments: tuple[Any, ...]) -> None:

@@ -140,7 +140,7 @@ def _json_text(name: str, value: object) -> str | None:
     if value is None:
         return None
     if isinstance(value, Mapping):
-        return _dumped(name, value, is_plain=_check_depth(name, value))
+        return _dumped(name, value)
     if not isinstance(value, str):
         raise InvalidParameterError(f"{name} must be a dictionary or JSON text, got {shown(value)}.")
     _check_text(name, value)
@@ -152,7 +152,7 @@ def _json_text(name: str, value: object) -> str | None:
         raise InvalidParameterError(f"{name} nests deeper than {MAX_GRAMMAR_DEPTH} levels; flatten it.") from None
     if not isinstance(parsed, dict):
         raise InvalidParameterError(f"{name} must be a JSON object, got {shown(parsed)}.")
-    _dumped(name, parsed, is_plain=_check_depth(name, parsed))
+    _dumped(name, parsed)
     return value
 
 
@@ -164,12 +164,12 @@ def _parsed(text: str) -> Any:
         return json.loads(text)
 
 
-def _dumped(name: str, value: Mapping[str, Any], *, is_plain: bool) -> str:
-    """A JSON object as text. Python reads NaN and halves of characters, which are no JSON.
+def _dumped(name: str, value: Mapping[str, Any]) -> str:
+    """A JSON object as text. Refuses what is none: too deep, or with NaN or halves of characters, which Python reads.
 
-    is_plain: as `_check_depth` says. Such a value goes by msgspec: Python's encoder holds the interpreter for
-    milliseconds, and all streams wait.
+    Plain objects go by msgspec: Python's encoder holds the interpreter for milliseconds, and all streams wait.
     """
+    is_plain = _check_depth(name, value)
     try:
         text = _encoded(value) if is_plain else json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:

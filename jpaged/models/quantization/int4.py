@@ -25,8 +25,8 @@ from jpaged.pallas_kernels import int4_product
 from jpaged.pallas_kernels.int4_product import reference
 from jpaged.pallas_kernels.int4_product.api import MIDDLE
 
-_RANDOM_STD = 4.18
-"""Of equally likely values from 0 to 15, of which 0 becomes 8."""
+_RANDOM, _RANDOM_STD = Bits(halves_around_8=True), 4.18
+"""What values start from, and how they deviate."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,7 @@ class Int4(WholeGroups):
         return Int4Linear(plain, self, rngs)
 
     def grouped(self, plain: GroupedLinear, rngs: nnx.Rngs) -> GroupedLinear:
-        values = Values(
-            "int4", self.group, jnp.uint8, Bits(halves_around_8=True), self.zero_points, act_order=self.act_order
-        )
+        values = Values("int4", self.group, jnp.uint8, _RANDOM, self.zero_points, act_order=self.act_order)
         return QuantizedGroupedLinear(plain, values, Constant(plain.layout.std / _RANDOM_STD), jnp.float32, rngs)
 
     def arrays(
@@ -83,7 +81,7 @@ class Int4Linear(QuantizedLinear):
         inputs, groups = self.layout.input_size, self.layout.input_size // kind.group
         scales = Constant(self.layout.std / _RANDOM_STD)
         rows = partial(rows_parameter, self.layout, rngs, by_input=True)
-        self.kernel = rows(Bits(halves_around_8=True), inputs // 2, jnp.uint8, "", weights_each=2)
+        self.kernel = rows(_RANDOM, inputs // 2, jnp.uint8, "", weights_each=2)
         self.scale = rows(scales, groups, jnp.float32, "_scale")
         self.zero = rows(Constant(MIDDLE), groups, jnp.uint8, "_zero") if kind.zero_points else None
         options: dict[str, Any] = {"suffix": "_order", "weights_each": 0}
