@@ -33,7 +33,7 @@ from jpaged.scoring.workers import Done, Shard
 from jpaged.serving.batch_requests import BadLine, BadRequest, BatchRequest, bad_line, parse_request, response_line
 from jpaged.serving.embeddings import PoolingBody
 from jpaged.serving.options import check_parsers
-from jpaged.serving.sampling import in_words_of
+from jpaged.serving.sampling import InWordsOf
 from jpaged.text.tokenizer import Tokenizer
 
 SHARD_SIZE = 64
@@ -277,7 +277,7 @@ def _in_words_of(request: BatchRequest) -> AbstractContextManager[None]:
     """Errors raised inside speak of the fields of the request's body."""
     if isinstance(request.body, PoolingBody):
         return nullcontext()
-    return in_words_of(request.body, request.constraint)
+    return InWordsOf(request.body, request.constraint)
 
 
 def _has_failed(output: RequestOutput) -> bool:

@@ -30,7 +30,7 @@ from jpaged.serving.embedding_protocol import EmbeddingRequest
 from jpaged.serving.embeddings import PoolingBody
 from jpaged.serving.errors import ApiError, api_error, decoding_error
 from jpaged.serving.protocol import ChatCompletionRequest, CompletionRequest, refuse_unsupported
-from jpaged.serving.sampling import in_words_of, sampling_of
+from jpaged.serving.sampling import InWordsOf, sampling_of
 from jpaged.serving.turns import Reading, Turn, reading_of, turn_of
 from jpaged.text.tokenizer import Tokenizer
 
@@ -174,7 +174,7 @@ def _to_chat(
         return BatchRequest(custom_id, body, prompts, params)
     reading = reading_of(turn, body, prompt.text)
     constraint = turn.constraint(body, reading.reasons, tokenizer)
-    with in_words_of(body, constraint):
+    with InWordsOf(body, constraint):
         params = turn.applied(params, constraint, tokenizer)
     return BatchRequest(custom_id, body, prompts, params, reading, constraint)
 

@@ -35,7 +35,7 @@ from jpaged.serving.protocol import (
     TokenizeRequest,
     refuse_unsupported,
 )
-from jpaged.serving.sampling import in_words_of, sampling_of
+from jpaged.serving.sampling import InWordsOf, sampling_of
 from jpaged.serving.turns import Reading, Turn, named_tool, reading_of, turn_of
 from jpaged.text.chat_prompts import ChatPrompt
 
@@ -116,7 +116,7 @@ class JobMaker:
                         special = body.add_special_tokens in (None, True)
                         tokens = await self._engine.encode(text, add_special_tokens=special)
                     given = await self._truncated(body, tokens, params)
-                with in_words_of(body):
+                with InWordsOf(body):
                     processed.append(await self._engine.process(given, params))
                 await asyncio.sleep(0)  # a thousand prompts take a while; others are served meanwhile
             return await self._job(body, params, processed, "prompt", ticket)
@@ -140,7 +140,7 @@ class JobMaker:
             tokens = await self._truncated(body, tokens, params)
             reading = None
             if turn.is_plain:
-                with in_words_of(body):
+                with InWordsOf(body):
                     processed = await self._engine.process(tokens, params)
             else:
                 reading = reading_of(turn, body, text)
@@ -159,18 +159,18 @@ class JobMaker:
         assert tokenizer is not None
 
         def applied() -> tuple[Constraint | None, SamplingParams | BeamSearchParams]:
-            with in_words_of(body):
+            with InWordsOf(body):
                 constraint = turn.constraint(body, reading.reasons, tokenizer)
-            with in_words_of(body, constraint):
+            with InWordsOf(body, constraint):
                 return constraint, turn.applied(params, constraint, tokenizer)
 
         is_long = bool(turn.tools) or (isinstance(params, SamplingParams) and params.structured_outputs is not None)
         constraint, applied_params = await self._engine.in_thread(applied) if is_long else applied()
         if turn.calls == "required" and body.response_format is not None:  # there is no content that it could shape
-            with in_words_of(body):
+            with InWordsOf(body):
                 await self._engine.process([0], params)
         try:
-            with in_words_of(body, constraint):
+            with InWordsOf(body, constraint):
                 return applied_params, await self._engine.process(tokens, applied_params)
         except InvalidParameterError as error:
             if constraint is not None and str(error).startswith("tools"):
