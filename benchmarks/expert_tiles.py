@@ -33,8 +33,8 @@ NAMES = {bits.name: bits for bits in FEW_BITS}
 
 
 CANDIDATES = {
-    8: """16 32 128 2 4    16 32 128 8 2 4  16 32 128 8 3 4  16 32 128 4 4 2  16 32 128 4 3 2
-          16 64 128 8 3 2  16 32 64 8 4 4""",
+    32: """8 32 128 2 4     8 32 128 2 3 2   8 32 128 2 2 2   8 16 128 1 4     8 16 128 1 3 2
+           8 32 256 2 3     8 32 128 2 3 4   8 64 128 2 3""",
     256: """16 32 128 2 4   16 32 128 2 6    16 64 128 4 4    16 32 128 4 4    16 64 128 2 4
             16 32 256 2 3   32 32 128 2 4    32 64 128 4 3""",
     1024: """64 32 128 4 3  64 64 128 4 3    64 64 64 4 4     64 64 128 8 3    64 128 128 8 2
@@ -57,7 +57,7 @@ def configs(tokens: int, bits: FewBits) -> list[kernel.Config]:
 def compile_both(config: kernel.Config, bits: FewBits, arguments: tuple[Any, ...]) -> None:
     """Compiles both products; jax-triton keeps them, by shapes and constants."""
     x, gate_up, down, grouped, twos = arguments
-    groups = RowGroups(*grouped[0])
+    groups = RowGroups(grouped[0][0], None, grouped[0][1])
     inner = jax.ShapeDtypeStruct((x.shape[0], down[0].shape[2] * (1 if bits.form in EIGHT_BITS else 2)), jnp.bfloat16)
     for rows, weights, activation, factors in ((x, gate_up, "silu", None), (inner, down, None, twos)):
         operands = Operands(rows, Weights(*weights, None, None), groups, factors)
@@ -70,11 +70,14 @@ def measured(tokens: int, bits: FewBits) -> list[dict[str, Any]]:
     """A line for each configuration."""
     experts = Experts()
     floor = max(experts.floors_us(tokens, bits))
-    built = quantized_experts_case(tokens, bits, experts, "triton")
-    lines = []
+    tried, lines = configs(tokens, bits), []
+    # The list of tiles is part of what is compiled.
+    cases = {
+        rows: quantized_experts_case(tokens, bits, experts, "triton", rows) for rows in {one.rows for one in tried}
+    }
     with ThreadPoolExecutor(12) as pool:
         done: dict[kernel.Config, Future[None]] = {
-            config: pool.submit(compile_both, config, bits, built[1]) for config in configs(tokens, bits)
+            config: pool.submit(compile_both, config, bits, cases[config.rows][1]) for config in tried
         }
     for config, compiled in done.items():
         line: dict[str, Any] = {"bits": bits.name, "tokens": tokens, "config": str(config), "floor_us": round(floor, 1)}
@@ -82,7 +85,7 @@ def measured(tokens: int, bits: FewBits) -> list[dict[str, Any]]:
         jax.clear_caches()
         try:
             compiled.result()
-            seconds, _ = kernels.measure(lambda: built, repeats=3)
+            seconds, _ = kernels.measure(partial(cases.__getitem__, config.rows), repeats=3)
             line["us"] = round(1e6 * statistics.median(seconds), 2)
             line["spread"] = round(float(np.ptp(seconds)) / statistics.median(seconds), 3)
         except Exception as error:

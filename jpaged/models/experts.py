@@ -416,9 +416,10 @@ def mix(
 
     if rows is not None:
         of_rows = Rows(rows.group_sizes, None, rows.tiles)
-        # Behind the last expert's rows are no numbers of tokens.
-        read, of_down = weigh(jnp.take(x, rows.tokens, axis=0, mode="clip"), rows.weights)
-        products_of_rows = down.multiply(activated(read, of_rows), of_rows, of_down, backend=backend)[rows.places]
+        of_read = of_rows._replace(taken=rows.tokens)  # by the product itself, if it can and nothing is to be weighted
+        gathered, of_read = of_read.of(x) if weighted_inputs else (x, of_read)
+        read, of_down = weigh(gathered, rows.weights)
+        products_of_rows = down.multiply(activated(read, of_read), of_rows, of_down, backend=backend)[rows.places]
     elif experts.size <= min(_FEW_ROWS, num_experts // 2):
         unsorted = Rows(None, experts.reshape(-1))
         read, of_down = weigh(jnp.repeat(x, each, axis=0), weights.reshape(-1))
@@ -440,7 +441,7 @@ def mix(
 
 
 def _activated(up: GroupedProduct, x: jax.Array, rows: Rows, *, activation: str, backend: str | None) -> jax.Array:
-    """[A, hidden] -> activation(up), [A, inner], the activation in XLA and in float32."""
+    """[A, hidden], or rows that are taken -> activation(up), [A, inner], the activation in XLA and in float32."""
     wide = up.multiply(x, rows, backend=backend).astype(jnp.promote_types(x.dtype, jnp.float32))
     return UNGATED_ACTIVATIONS[activation](wide).astype(x.dtype)
 
@@ -460,13 +461,13 @@ def _gated_apart(
     to memory, in x's type, and back.
     """
     both = gate_up.multiply(x, rows, backend=backend)
-    both = both.reshape(x.shape[0], 2, -1).astype(jnp.promote_types(x.dtype, jnp.float32))
+    both = both.reshape(both.shape[0], 2, -1).astype(jnp.promote_types(x.dtype, jnp.float32))
     if bias is not None:
         groups = rows.groups
         if groups is None:
             assert rows.group_sizes is not None
             ends = jnp.cumsum(rows.group_sizes)
-            groups = jnp.sum(jnp.arange(x.shape[0])[:, None] >= ends, axis=1, dtype=jnp.int32)
+            groups = jnp.sum(jnp.arange(both.shape[0])[:, None] >= ends, axis=1, dtype=jnp.int32)
         both = both + bias[jnp.clip(groups, 0, bias.shape[0] - 1)].astype(both.dtype)
     gate, up = both[:, 0], both[:, 1]
     inner = activation(gate, up) if isinstance(activation, ClampedSwiGLU) else ACTIVATIONS[activation](gate) * up

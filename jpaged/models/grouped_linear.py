@@ -24,11 +24,20 @@ class Rows(NamedTuple):
 
     group_sizes: int32 [E], of rows that are sorted. groups: int32 [A], of rows in any order.
     tiles: of rows that are sorted, where they are known.
+    taken: int32 [A], which rows of x [T, inputs] a product reads; None for all of x, in its order.
     """
 
     group_sizes: jax.Array | None
     groups: jax.Array | None
     tiles: RowTiles | None = None
+    taken: jax.Array | None = None
+
+    def of(self, x: jax.Array) -> "tuple[jax.Array, Rows]":
+        """What a product reads of x [T, inputs], as rows of their own [A, inputs]."""
+        if self.taken is None:
+            return x, self
+        # Behind the last expert's rows are no numbers of rows.
+        return jnp.take(x, self.taken, axis=0, mode="clip"), self._replace(taken=None)
 
 
 class GroupedProduct(Protocol):
@@ -38,13 +47,13 @@ class GroupedProduct(Protocol):
         """What the product of rows in a type is in."""
 
     def gated(self, x: jax.Array, rows: Rows, *, activation: str, backend: str | None) -> jax.Array:
-        """[A, inputs] -> activation(gate) * up, [A, inner], of outputs (2, inner).
+        """[A, inputs], or those of rows that are taken -> activation(gate) * up, [A, inner], of outputs (2, inner).
 
         activation, backend: as of `pallas_kernels.gated_grouped_product`.
         """
 
     def multiply(self, x: jax.Array, rows: Rows, weights: jax.Array | None = None, *, backend: str | None) -> jax.Array:
-        """[A, inputs] -> [A, all outputs], times weights.
+        """[A, inputs], or those of rows that are taken -> [A, all outputs], times weights.
 
         weights: float32 [A] or more, or None for ones. backend: as of `pallas_kernels.weighted_grouped_product`.
         """
@@ -60,16 +69,18 @@ class PlainProduct:
         return jnp.promote_types(dtype, self.kernel.dtype)
 
     def gated(self, x: jax.Array, rows: Rows, *, activation: str, backend: str | None) -> jax.Array:
+        x, rows = rows.of(x)
         x, kernel = promote_dtype((x, self.kernel))  # who trains a model may keep some weights in float32
-        sizes, groups, tiles = rows
+        sizes, groups, tiles, _ = rows
         return gated_grouped_product(
             x, kernel, sizes, groups=groups, tiles=tiles, activation=activation, backend=backend
         )
 
     def multiply(self, x: jax.Array, rows: Rows, weights: jax.Array | None = None, *, backend: str | None) -> jax.Array:
+        x, rows = rows.of(x)
         x, kernel = promote_dtype((x, self.kernel))
         flat = kernel.reshape(*kernel.shape[:2], -1)
-        sizes, groups, tiles = rows
+        sizes, groups, tiles, _ = rows
         weights = jnp.ones(x.shape[:1], jnp.float32) if weights is None else weights
         return weighted_grouped_product(x, flat, sizes, weights, groups=groups, tiles=tiles, backend=backend)
 

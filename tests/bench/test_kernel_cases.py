@@ -114,8 +114,7 @@ def test_experts_in_few_bits_are_as_many_bytes_as_their_floor_counts_and_give_wh
         for w, scale in (gate_up, down)
     ]
     assert [one.std() * one.shape[2] ** 0.5 for one in wide] == pytest.approx([1, 1], rel=0.5)
-    picked = few.draw(0, tokens).ravel()
-    owner = picked if tokens == 1 else np.sort(picked)
+    owner = np.sort(few.draw(0, tokens).ravel())
     wanted = []
     for row, expert in zip(np.asarray(x, np.float64), owner, strict=True):
         gate, up = np.split(wide[0][expert] @ row, 2)

@@ -17,6 +17,7 @@ from jpaged.models.grouped_linear import PlainProduct
 from jpaged.pallas_kernels.grouped_product.api import tile_height
 from jpaged.pallas_kernels.grouped_product.tiles import RowTiles, plan_tiles
 from jpaged.pallas_kernels.quantized_grouped_product.api import EIGHT_BITS, MX_GROUP, Form
+from jpaged.pallas_kernels.quantized_grouped_product.api import tile_height as quantized_tile_height
 from jpaged.pallas_kernels.route_tokens.rows import WEIGHTS_BEHIND
 
 
@@ -129,21 +130,17 @@ def _tiled(drawn: np.ndarray, experts: int, height: int) -> tuple[jax.Array, Row
     return sizes, RowTiles(*plan_tiles(sizes, rows=drawn.size, height=height), height)
 
 
-def _grouped(tokens: int, e: Experts, draws: int) -> list[tuple[jax.Array | None, jax.Array | None]]:
-    """Sizes of groups, or each row's group, of so many draws."""
-    drawn = [e.draw(seed, tokens).ravel() for seed in range(draws)]
-    if tokens == 1:  # as `jpaged.models.experts.mix` does where no kernel routes
-        return [(None, jnp.asarray(one)) for one in drawn]
-    return [(jnp.asarray(np.bincount(one, minlength=e.experts), jnp.int32), None) for one in drawn]
-
-
-def quantized_experts_case(tokens: int, bits: FewBits, e: Experts, backend: str | None) -> Built:
-    """As `experts_case`, in few bits."""
+def quantized_experts_case(
+    tokens: int, bits: FewBits, e: Experts, backend: str | None, height: int | None = None
+) -> Built:
+    """As `experts_case`, in few bits. height: of tiles; None for the one that is best."""
     gate_up = bits.random(0, e.experts, 2 * e.inner, e.hidden)
     down = bits.random(1, e.experts, e.hidden, e.inner)
     # Eight draws of one token are few enough experts in 4 bits to stay in an L2 cache.
-    grouped = _grouped(tokens, e, _DRAWS if tokens > 1 else 4 * _DRAWS)
+    draws = _DRAWS if tokens > 1 else 4 * _DRAWS
     rows = tokens * e.per_token
+    height = height or quantized_tile_height(rows, e.experts, has_groups=bits.group is not None)
+    grouped = [_tiled(e.draw(seed, tokens), e.experts, height) for seed in range(draws)]
     x = normal(2, (rows, e.hidden), jnp.bfloat16)
     product: Callable[..., jax.Array] = partial(
         ops.quantized_grouped_product, form=bits.form, group=bits.group, backend=backend
@@ -151,9 +148,9 @@ def quantized_experts_case(tokens: int, bits: FewBits, e: Experts, backend: str 
 
     @jax.jit
     def program(x: jax.Array, gate_up: tuple, down: tuple, grouped: list[tuple], twos: jax.Array) -> jax.Array:
-        for sizes, groups in grouped:
-            inner = product(x, *gate_up, sizes, groups=groups, activation="silu")
-            x = product(inner, *down, sizes, groups=groups, weights=twos)
+        for sizes, tiles in grouped:
+            inner = product(x, *gate_up, sizes, tiles=tiles, activation="silu")
+            x = product(inner, *down, sizes, tiles=tiles, weights=twos)
         return x
 
     arguments = (x, gate_up, down, grouped, jnp.full(rows, 2.0, jnp.float32))

@@ -108,6 +108,7 @@ class QuantizedProduct:
         """options: further arguments of `quantized_grouped_product`."""
         shape = (self.layout.experts, self.layout.output_size)
         if self.order is not None:
+            x, rows = rows.of(x)
             x = jnp.take_along_axis(x, self.order[experts_of(rows, x.shape[0], self.layout.experts)], axis=1)
         w, scale = self.kernel.reshape(*shape, -1), self.scale.reshape(*shape, -1)
         return quantized_grouped_product(
@@ -117,6 +118,7 @@ class QuantizedProduct:
             rows.group_sizes,
             groups=rows.groups,
             tiles=rows.tiles,
+            taken=rows.taken,
             form=self.values.form,
             group=self.values.group,
             zero=None if self.zero is None else self.zero.reshape(*shape, -1),

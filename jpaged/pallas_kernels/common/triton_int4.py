@@ -40,3 +40,48 @@ def halves(packed, DTYPE: tl.constexpr, IN_REGISTERS: tl.constexpr):
         lower = ((packed & 15).to(tl.float32) - 8.0).to(DTYPE)
         upper = ((packed >> 4).to(tl.float32) - 8.0).to(DTYPE)
     return lower, upper
+
+
+RAISED = tl.constexpr(128.0)
+
+_EIGHT_RAISED = tl.constexpr("""
+{
+    .reg .b32 a, b, c, d;
+    prmt.b32 a, $4, 0, 0x4140;
+    prmt.b32 b, $4, 0, 0x4342;
+    shr.b32 c, a, 4;
+    shr.b32 d, b, 4;
+    lop3.b32 $0, a, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 $2, c, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 $3, d, 0x000F000F, 0x43004300, 0xEA;
+}
+""")
+
+
+@triton.jit
+def raised_halves(packed, DTYPE: tl.constexpr, IN_REGISTERS: tl.constexpr):
+    """uint8 -> the lower and the upper four bits, and RAISED, as of `halves`, but without a subtraction: who adds up
+    products with them takes the sum of the other factors, RAISED times, away from theirs."""
+    if IN_REGISTERS and DTYPE.is_bf16():
+        lower, upper = tl.inline_asm_elementwise(
+            _EIGHT_RAISED, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    else:
+        lower = ((packed & 15).to(tl.float32) + RAISED).to(DTYPE)
+        upper = ((packed >> 4).to(tl.float32) + RAISED).to(DTYPE)
+    return lower, upper
+
+
+_ONES = tl.constexpr("mov.b32 $0, 0x3F803F80; mov.b32 $1, 0x3F803F80;")
+
+
+@triton.jit
+def ones_like(packed, DTYPE: tl.constexpr, IN_REGISTERS: tl.constexpr):
+    """Ones of DTYPE for each byte, where `raised_halves` has values, as a factor of the same numbers. Of a constant
+    Triton would want those in another order, and read them once more without waiting for anything else meanwhile."""
+    if IN_REGISTERS and DTYPE.is_bf16():
+        ones = tl.inline_asm_elementwise(_ONES, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        ones = tl.full(packed.shape, 1.0, DTYPE)
+    return ones

@@ -48,6 +48,7 @@ def quantized_grouped_product(
     outer: jax.Array | None = None,
     groups: jax.Array | None = None,
     tiles: RowTiles | None = None,
+    taken: jax.Array | None = None,
     weights: jax.Array | None = None,
     activation: str | None = None,
     backend: str | None = None,
@@ -55,7 +56,7 @@ def quantized_grouped_product(
     """See above. Sums are float32; "xla" rounds weights with scales of groups of inputs to x's type first.
 
     Args:
-        x: floats [A, K].
+        x: floats [A, K], or with `taken` [T, K].
         w: float8_e4m3fn or int8 [E, N, K], or uint8 [E, N, K / 2].
         scale: float32, uint8 of "mxfp4", float8_e4m3fn of "nvfp4" [E, N, G].
         group_sizes: int32 [E], rows of each group, none negative, no more than A in all; or None, with
@@ -66,6 +67,8 @@ def quantized_grouped_product(
         zero: uint8 [E, N, G], with "int4" alone; None for 8.
         outer: float32 [E, N], of "nvfp4" alone. Where it is 0, so are weights.
         tiles: of the rows of group_sizes, where they are known; taken if their height is the kernel's (`tile_height`).
+        taken: int32 [A], which of x's rows each row is, so that nobody has to gather them before; None for all in their
+            order. Of rows of no group it may be anything.
         weights: float32 [A], what each row is multiplied by; None for nothing. More may be behind these.
         activation: as of `gated_grouped_product`; None for a product of all outputs. Not with weights.
         backend: "triton" or "xla"; None picks by device, dtype and shapes.
@@ -76,17 +79,21 @@ def quantized_grouped_product(
     """
     _check(x, w, scale, zero, outer, form, group)
     experts, outputs = w.shape[:2]
+    rows = x.shape[0]
+    if taken is not None:
+        check.check_int32("taken", taken, "A", (None,))
+        rows = taken.shape[0]
     if (group_sizes is None) == (groups is None):
         raise ValueError("one of group_sizes and groups must be given, and not both")
     if group_sizes is not None:
         check.check_int32("group_sizes", group_sizes, "E", (experts,))
     if groups is not None:
-        check.check_int32("groups", groups, "A", (x.shape[0],))
-    check_tiles(tiles, group_sizes, x.shape[0], experts)
+        check.check_int32("groups", groups, "A", (rows,))
+    check_tiles(tiles, group_sizes, rows, experts)
     if weights is not None:
         check.check_array("weights", weights, jnp.float32, "A", (None,))
-        if weights.shape[0] < x.shape[0]:
-            raise ValueError(f"weights must be one for each of x's {x.shape[0]} rows, got shape {weights.shape}")
+        if weights.shape[0] < rows:
+            raise ValueError(f"weights must be one for each of {rows} rows, got shape {weights.shape}")
     if activation is not None:
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
@@ -96,9 +103,9 @@ def quantized_grouped_product(
             raise ValueError(f"w has {outputs} outputs, which are no halves for gate and up")
     run = OP.pick(backend, x, w, scale, form, group).run
     columns = outputs if activation is None else outputs // 2
-    if 0 in x.shape or 0 in w.shape:
-        return jnp.zeros((x.shape[0], columns), x.dtype)
-    operands = Operands(x, Experts(w, scale, zero, outer), RowGroups(group_sizes, groups, tiles), weights)
+    if 0 in (rows, *x.shape, *w.shape):
+        return jnp.zeros((rows, columns), x.dtype)
+    operands = Operands(x, Experts(w, scale, zero, outer), RowGroups(group_sizes, groups, tiles), weights, taken)
     return run(operands, Options(form, group, activation))
 
 
@@ -106,10 +113,12 @@ def tile_height(rows: int, experts: int, *, has_groups: bool) -> int:
     """Rows of a tile, at most, in which the kernel takes so many rows of so many experts, as high as an expert has rows
     if they are spread evenly: what `tiles` are best made of. has_groups: of inputs, with scales of their own."""
     heights = HEIGHTS[:-1] if has_groups else HEIGHTS
-    return next((height for height in heights if height * experts >= rows), heights[-1])
+    if 2 * rows <= HEIGHTS[0] * experts:
+        return HEIGHTS[0]  # with more, too many experts would have rows for two
+    return next((height for height in heights[1:] if height * experts >= rows), heights[-1])
 
 
-HEIGHTS = (16, 32, 64, 128)
+HEIGHTS = (8, 16, 32, 64, 128)
 """Of tiles, at most. The highest one is for a scale an output: the products of a group with a scale of its own are in
 registers beside the sums."""
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jpaged.pallas_kernels.grouped_product.tiles import RowGroups
 
@@ -24,6 +25,13 @@ class Operands(NamedTuple):
     experts: Experts
     groups: RowGroups
     weights: jax.Array | None
+    taken: jax.Array | None = None
+
+    def gathered(self) -> "Operands":
+        """With the rows that are taken as rows of their own."""
+        if self.taken is None:
+            return self
+        return self._replace(x=jnp.take(self.x, self.taken, axis=0, mode="clip"), taken=None)
 
 
 @dataclass(frozen=True)

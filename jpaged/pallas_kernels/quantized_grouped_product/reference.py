@@ -21,7 +21,7 @@ def quantized_grouped_product(operands: Operands, options: Options) -> jax.Array
 
     Each expert with rows multiplies them all, as `jax.lax.ragged_dot` does on most devices, and keeps its own.
     """
-    x, (w, scale, zero, outer), (group_sizes, groups, _), weights = operands
+    x, (w, scale, zero, outer), (group_sizes, groups, _), weights, _ = operands.gathered()
     form, group, activation = options.form, options.group, options.activation
     experts = w.shape[0]
     if groups is None:

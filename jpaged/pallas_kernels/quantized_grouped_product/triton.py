@@ -27,7 +27,7 @@ from jpaged.pallas_kernels.common.triton_assembly import runs_assembly
 from jpaged.pallas_kernels.common.triton_call import Launch, call
 from jpaged.pallas_kernels.common.triton_fp4 import float16_halves, inverse, scaled_halves
 from jpaged.pallas_kernels.common.triton_fp8 import widen
-from jpaged.pallas_kernels.common.triton_int4 import halves
+from jpaged.pallas_kernels.common.triton_int4 import RAISED, halves, ones_like, raised_halves
 from jpaged.pallas_kernels.common.triton_int8 import widen_int8
 from jpaged.pallas_kernels.common.triton_targets import for_family
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
@@ -45,27 +45,33 @@ _FP8, _INT8, _INT4, _MXFP4, _SCALED_MXFP4, _NVFP4 = (tl.constexpr(i) for i in ra
 """Places of forms in `_FORMS`, one more where weights are multiplied by their scales."""
 _SCALED_STEP = 128
 """Inputs of a step of several groups."""
+_FEW_ROWS = tl.constexpr(8)
+"""Of a tile, up to which zero points are taken from sums."""
 
 
 @dataclass(frozen=True)
 class Config:
     """How the kernel is cut and compiled. rows: of a tile, at most. outputs: of a strip, of gate and of up each; twice
-    as many without them. depth: inputs of a step in 8 bits. warps: of a CTA. stages: steps in flight or in use. side:
-    steps that are computed side by side, each by warps of its own, a power of two."""
+    as many without them. depth: inputs of a step in 8 bits. warps: of a CTA. stages: iterations in flight or in use.
+    unroll: steps of an iteration, where its inputs are as many as some iterations': then larger pieces of an output's
+    weights are read at once."""
 
     rows: int
     outputs: int
     depth: int
     warps: int
     stages: int
-    side: int = 1
+    unroll: int = 1
 
 
-_SINGLE, _SINGLE_ROWS = Config(16, 32, 128, 8, 2, 4), 64
-"""For so few rows that CTAs may not fill a GPU: those of a token or a few, and of padding. Not measured."""
-_FEW = (Config(16, 32, 128, 2, 4), Config(32, 32, 128, 2, 4))
+_FEW = (Config(8, 32, 128, 2, 3, 2), Config(16, 32, 128, 2, 4), Config(32, 32, 128, 2, 4))
 _HOPPER = (*_FEW, Config(64, 64, 128, 4, 3), Config(128, 64, 64, 4, 3))
-_FEW_SMALL = (Config(16, 32, 128, 2, 4), Config(32, 32, 128, 2, 3), Config(64, 32, 64, 4, 3))
+_FEW_SMALL = (
+    Config(8, 32, 128, 2, 3, 2),
+    Config(16, 32, 128, 2, 4),
+    Config(32, 32, 128, 2, 3),
+    Config(64, 32, 64, 4, 3),
+)
 _CONFIGS = {
     80: (*_FEW, Config(64, 32, 128, 4, 3), Config(128, 64, 64, 8, 3)),
     86: (*_FEW_SMALL, Config(128, 32, 64, 8, 3)),
@@ -77,11 +83,15 @@ _CONFIGS = {
 H200 (`benchmarks/expert_tiles.py`); others are not measured."""
 
 
-def default_config(rows: int, experts: int, *, has_groups: bool) -> Config:
+_FEW_IN_FOUR_BITS = Config(8, 16, 128, 1, 3, 2)
+"""In place of the first one of these."""
+
+
+def default_config(rows: int, experts: int, form: str, *, has_groups: bool) -> Config:
     """For so many rows of so many experts. has_groups: as of `tile_height`."""
     height = tile_height(rows, experts, has_groups=has_groups)
-    if rows <= _SINGLE_ROWS and height == _SINGLE.rows:
-        return _SINGLE
+    if height == _FEW_IN_FOUR_BITS.rows and form not in EIGHT_BITS:
+        return _FEW_IN_FOUR_BITS
     table: tuple[Config, ...] = for_family(_CONFIGS)
     return table[HEIGHTS.index(height)]
 
@@ -110,11 +120,11 @@ _FP8_GROUPS, _GROUPS = (64, 128), (32, 64, 128)
 @partial(jax.jit, static_argnames=("options", "config"))
 def quantized_grouped_product(operands: Operands, options: Options, config: Config | None = None) -> jax.Array:
     """`quantized_grouped_product` of the package, checked. config: to try others than the table's."""
-    x, (w, scale, zero, outer), groups, weights = operands
+    x, (w, scale, zero, outer), groups, weights, taken = operands
     form, group, activation = options.form, options.group, options.activation
-    rows, depth = x.shape
+    rows, depth = x.shape[0] if taken is None else taken.shape[0], x.shape[1]
     experts, outputs, number = scale.shape
-    config = config or default_config(rows, experts, has_groups=number > 1)
+    config = config or default_config(rows, experts, form, has_groups=number > 1)
     columns = outputs if activation is None else outputs // 2
     # A CTA has sums of gate and up, or of twice as many outputs. With scales of groups in 8 bits, high tiles of the
     # latter do not fit in its registers.
@@ -135,11 +145,12 @@ def quantized_grouped_product(operands: Operands, options: Options, config: Conf
         step = _SCALED_STEP if has_scaled_weights else shared
     constants: dict[str, Any] = {"LAST": ends.shape[0] - 1, "DEPTH": depth, "COLUMNS": columns, "ENDING": ending}
     constants |= {"STRIPS": strips, "ROWS": config.rows, "WIDTH": width, "STEP": step, "GROUPS": number}
-    constants |= {"FORM": _FORMS.index(form) + has_scaled_weights, "GROUP": shared, "SIDE": config.side}
-    constants |= {"ZEROS": zero is not None, "IN_REGISTERS": runs_assembly()}
+    constants |= {"FORM": _FORMS.index(form) + has_scaled_weights, "GROUP": shared}
+    constants |= {"TAKEN": taken is not None, "ZEROS": zero is not None, "IN_REGISTERS": runs_assembly()}
+    constants["UNROLL"] = 1 if depth % (step * config.unroll) else config.unroll
     out = jax.ShapeDtypeStruct((rows, columns), x.dtype)
     # What is not there is not read either, and x stands for it.
-    missing = [x if one is None else one for one in (zero, outer, weights)]
+    missing = [x if one is None else one for one in (zero, outer, weights, taken)]
     arrays = (x, as_bits(w), as_bits(scale), *missing, listed, ends)
     (product,) = call(_quantized_grouped_product, launch, *arrays, out=[out], **constants)
     return product
@@ -153,6 +164,7 @@ def _quantized_grouped_product(
     zero,
     outer,
     weights,
+    taken,
     tiles,
     ends,
     out,
@@ -167,19 +179,23 @@ def _quantized_grouped_product(
     FORM: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,  # inputs of a group
-    SIDE: tl.constexpr,  # steps side by side
+    TAKEN: tl.constexpr,  # whether `taken` is one
     ZEROS: tl.constexpr,  # whether `zero` is one
     IN_REGISTERS: tl.constexpr,  # as of `widen`
+    UNROLL: tl.constexpr,  # steps of an iteration
 ):
-    """x: [A, DEPTH]. w: uint8 or int8 [E, 2 if gated, COLUMNS, DEPTH or half of it]. scale: [.., GROUPS].
-    zero: uint8 likewise. outer: float32 [.., 1]. weights: float32 [A]. tiles: int32 [tiles, 3].
-    ends: int32 [LAST + 1]. out: [A, COLUMNS]."""
+    """x: [A or T, DEPTH]. w: uint8 or int8 [E, 2 if gated, COLUMNS, DEPTH or half of it]. scale: [.., GROUPS].
+    zero: uint8 likewise. outer: float32 [.., 1]. weights: float32 [A]. taken: int32 [A].
+    tiles: int32 [tiles, 3]. ends: int32 [LAST + 1]. out: [A, COLUMNS]."""
     tile = tl.program_id(0) // STRIPS
-    if tile >= tl.load(ends + LAST):
+    # All at once: to wait for one before the next is read would take half a microsecond more. There are as many tiles
+    # listed as CTAs take. Of high tiles registers would not suffice for that.
+    last = tl.load(ends + LAST)
+    if ROWS > 32 and tile >= last:
         return
     group = tl.load(tiles + tile * 3 + _GROUP).to(tl.int64)
     begin, end = tl.load(tiles + tile * 3 + _FIRST), tl.load(tiles + tile * 3 + _END)
-    if begin >= end:
+    if (tile >= last) | (begin >= end):
         return
     row = begin + tl.arange(0, ROWS)
     is_row = row < end
@@ -198,63 +214,66 @@ def _quantized_grouped_product(
     # MXFP4, the next group in NVFP4.
     place = (inner // 16) * 32 + inner % 16 if SCALED else inner
     HALF: tl.constexpr = 16 if SCALED else PART
-    inputs = x + row[None, :] * DEPTH + place[:, None]
+    source = row
+    if TAKEN:
+        source = tl.load(taken + row, mask=is_row, other=0).to(tl.int64)
+    inputs = x + source[None, :] * DEPTH + place[:, None]
     factors = w + output[:, None] * BYTES + inner[None, :]
     at = output * GROUPS
-    of_rows, of_columns = is_row[None, :], is_column
+    has_output, which = is_column, column * 0
+    if SCALED:  # several of a step
+        has_output, which, at = is_column[:, None], tl.arange(0, STEP // GROUP)[None, :], at[:, None]
+        at += which
     OTHERS: tl.constexpr = WIDTH if GATED else 16
-    SCALES: tl.constexpr = STEP // GROUP if SCALED else 1  # of a step
-    which = tl.arange(0, SCALES)[None, :]
-    if SIDE == 1:
-        first, second = tl.zeros((WIDTH, ROWS), tl.float32), tl.zeros((OTHERS, ROWS), tl.float32)
-    else:
-        first, second = tl.zeros((SIDE, WIDTH, ROWS), tl.float32), tl.zeros((SIDE, OTHERS, ROWS), tl.float32)
-        beside = tl.arange(0, SIDE)[:, None]
-        inputs, factors = inputs[None] + (beside * STEP)[:, :, None], factors[None] + (beside * PART)[:, :, None]
-        of_rows, of_columns = of_rows[None], of_columns[None]
-        at, which = at[None], which[None] + (beside * SCALES)[:, :, None]
-        if not SCALED:
-            at += beside * STEP // GROUP
-    if SCALED:  # read a step ahead
-        scales, is_output = scale + tl.expand_dims(at, -1) + which, tl.expand_dims(of_columns, -1)
-        next_first = tl.load(scales, mask=is_output & (which < GROUPS), other=0)
+    first, second = tl.zeros((WIDTH, ROWS), tl.float32), tl.zeros((OTHERS, ROWS), tl.float32)
+    # Scales are read a step ahead where registers suffice, else behind a step's products. One for all inputs multiplies
+    # sums at the end.
+    READS: tl.constexpr = not EIGHT or GROUPS > 1
+    AHEAD: tl.constexpr = SCALED or ROWS <= 32
+    next_first = 0
+    next_second = 0
+    if READS and AHEAD:
+        is_there = has_output & (which < GROUPS)
+        next_first = tl.load(scale + at, mask=is_there, other=0)
         next_second = next_first
         if GATED:
-            next_second = tl.load(scales + COLUMNS * GROUPS, mask=is_output & (which < GROUPS), other=0)
-    for start in range(0, DEPTH, SIDE * STEP):
-        here, there, of_words = of_columns, of_rows, tl.expand_dims(of_columns, -1)
-        if DEPTH % (SIDE * STEP) != 0:
-            left = DEPTH - start
-            if SIDE > 1:
-                left = (left - beside * STEP)[:, :, None]
-                here = here & (beside * STEP < DEPTH - start)
-            there, of_words = there & (place[:, None] < left), of_words & (inner < left * PART // STEP)
-        lower = tl.load(inputs + start, mask=there, other=0.0)
-        if EIGHT:
-            upper = lower
-        else:
-            upper = tl.load(inputs + start + HALF, mask=there, other=0.0)
-        of_step = factors + start * PART // STEP  # powers of two: the compiler sees that addresses are aligned
-        words = tl.load(of_step, mask=of_words, other=0)
-        if SCALED:
-            of_first, of_second, ahead = next_first, next_second, start // GROUP + SIDE * SCALES
-            has_scale = is_output & (which + ahead < GROUPS)
-            next_first = tl.load(scales + ahead, mask=has_scale, other=0)
-            first = _scaled_sum(first, words, lower, upper, of_first, FORM, IN_REGISTERS)
-        else:
-            scales, zeros = scale + at + start // GROUP, zero + at + start // GROUP
-            first = _sum(first, words, lower, upper, scales, zeros, here, FORM, GROUPS, ZEROS, IN_REGISTERS)
-        if GATED:
-            words = tl.load(of_step + COLUMNS * BYTES, mask=of_words, other=0)
-            if SCALED:
-                next_second = tl.load(scales + COLUMNS * GROUPS + ahead, mask=has_scale, other=0)
-                second = _scaled_sum(second, words, lower, upper, of_second, FORM, IN_REGISTERS)
+            next_second = tl.load(scale + at + COLUMNS * GROUPS, mask=is_there, other=0)
+    for iteration in range(0, DEPTH, STEP * UNROLL):
+        for number in tl.static_range(UNROLL):
+            start = iteration + number * STEP
+            there, of_words = is_row[None, :], is_column[:, None]
+            if DEPTH % STEP != 0:
+                left = DEPTH - start
+                there, of_words = there & (place < left)[:, None], of_words & (inner < left * PART // STEP)[None, :]
+            lower = tl.load(inputs + start, mask=there, other=0.0)
+            if EIGHT:
+                upper = lower
             else:
-                scales, zeros = scales + COLUMNS * GROUPS, zeros + COLUMNS * GROUPS
-                second = _sum(second, words, lower, upper, scales, zeros, here, FORM, GROUPS, ZEROS, IN_REGISTERS)
-    if SIDE > 1:
-        first = tl.sum(first, axis=0)
-        second = tl.sum(second, axis=0)
+                upper = tl.load(inputs + start + HALF, mask=there, other=0.0)
+            of_step = factors + start * PART // STEP  # powers of two: the compiler sees that addresses are aligned
+            words = tl.load(of_step, mask=of_words, other=0)
+            of_first, of_second = next_first, next_second
+            if READS and AHEAD:
+                of_next = scale + at + (start + STEP) // GROUP
+                is_there = has_output & (which + (start + STEP) // GROUP < GROUPS)
+                next_first = tl.load(of_next, mask=is_there, other=0)
+            elif READS:
+                of_first = scale + at + start // GROUP
+            of_inputs = first  # not read, but of 4-bit integers and few rows
+            if FORM == _INT4 and ROWS <= _FEW_ROWS:
+                ones = ones_like(words, lower.dtype, IN_REGISTERS)
+                of_inputs = tl.dot(ones, upper, tl.dot(ones, lower))
+            step = (lower, upper, of_inputs)
+            zeros = zero + at + start // GROUP
+            first = _sum(first, words, step, of_first, zeros, is_column, FORM, GROUPS, ZEROS, IN_REGISTERS)
+            if GATED:
+                words = tl.load(of_step + COLUMNS * BYTES, mask=of_words, other=0)
+                if READS and AHEAD:
+                    next_second = tl.load(of_next + COLUMNS * GROUPS, mask=is_there, other=0)
+                elif READS:
+                    of_second = of_first + COLUMNS * GROUPS
+                zeros += COLUMNS * GROUPS
+                second = _sum(second, words, step, of_second, zeros, is_column, FORM, GROUPS, ZEROS, IN_REGISTERS)
     if EIGHT and GROUPS == 1:
         first *= tl.load(scale + output, mask=is_column, other=0.0)[:, None]
         if GATED:
@@ -272,17 +291,49 @@ def _quantized_grouped_product(
 
 
 @triton.jit
+def _sum(
+    total,
+    words,
+    step,  # what all outputs share: the inputs of a byte's lower bits, those of its upper bits, their sums
+    scales,  # of its groups, or their addresses
+    zeros,  # addresses of zero points
+    is_column,
+    FORM: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ZEROS: tl.constexpr,
+    IN_REGISTERS: tl.constexpr,
+):
+    """The sums [WIDTH, ROWS] with a step's products added."""
+    lower, upper, of_inputs = step
+    kind: tl.constexpr = lower.dtype
+    if FORM >= _SCALED_MXFP4:
+        total = _scaled_sum(total, words, lower, upper, scales, FORM, IN_REGISTERS)
+    elif FORM == _INT4:
+        part = _int4_products(words, lower, upper, of_inputs, zeros, is_column, ZEROS, IN_REGISTERS)
+        total += part * _read(scales, is_column)[:, None]
+    elif FORM == _MXFP4:
+        of_lower, of_upper = float16_halves(words, IN_REGISTERS)
+        part = tl.dot(of_upper, upper, tl.dot(of_lower, lower))
+        total += part * _power_of_two(_read(scales, is_column))[:, None]
+    else:
+        if FORM == _FP8:
+            wide = widen(words, kind, IN_REGISTERS=IN_REGISTERS)
+        else:
+            wide = widen_int8(words, kind, IN_REGISTERS)
+        if GROUPS == 1:
+            total = tl.dot(wide, lower, total)
+        else:
+            total += tl.dot(wide, lower) * _read(scales, is_column)[:, None]
+    return total
+
+
+@triton.jit
 def _scaled_sum(total, words, lower, upper, scales, FORM: tl.constexpr, IN_REGISTERS: tl.constexpr):
-    """The sums [WIDTH, ROWS] with the products of a step of several groups added, or [SIDE, WIDTH, ROWS] with those of
-    several steps. scales: uint8 [.., WIDTH, SCALES]; of MXFP4, 0 makes zeros and 255, which stands for NaN and which
-    loading refuses, infinities. lower, upper: the inputs of a byte's lower and upper bits."""
+    """Of several groups. scales: uint8 [WIDTH, SCALES]; of MXFP4, 0 makes zeros and 255, which stands for NaN and which
+    loading refuses, infinities."""
     if FORM == _NVFP4:
         wide = widen(scales, lower.dtype)
-        if len(scales.shape) == 2:
-            pairs = tl.reshape(wide, (scales.shape[0], scales.shape[1] // 2, 2))
-        else:
-            pairs = tl.reshape(wide, (scales.shape[0], scales.shape[1], scales.shape[2] // 2, 2))
-        of_lower, of_upper = tl.split(pairs)
+        of_lower, of_upper = tl.split(tl.reshape(wide, (scales.shape[0], scales.shape[1] // 2, 2)))
     else:
         of_lower = (scales.to(tl.uint16) << 7).to(tl.bfloat16, bitcast=True)
         of_upper = of_lower
@@ -292,48 +343,36 @@ def _scaled_sum(total, words, lower, upper, scales, FORM: tl.constexpr, IN_REGIS
 
 
 @triton.jit
-def _sum(
-    total,
-    words,
-    lower,
-    upper,
-    scales,
-    zeros,
-    here,  # whether a column is one, and has a group
-    FORM: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ZEROS: tl.constexpr,
-    IN_REGISTERS: tl.constexpr,
-):
-    """The sums [WIDTH, ROWS] with a step's products added, or [SIDE, WIDTH, ROWS] with those of several steps. lower,
-    upper: the inputs of a group's halves."""
+def _int4_products(words, lower, upper, of_inputs, zeros, is_column, ZEROS: tl.constexpr, IN_REGISTERS: tl.constexpr):
+    """A group's products [WIDTH, ROWS] without its scales. What widened values are too large by is taken from them, or,
+    which spares an instruction for two weights, from the products: that takes some with ones, `of_inputs`, which are
+    little where rows are few."""
     kind: tl.constexpr = lower.dtype
-    if FORM == _FP8 and GROUPS == 1:
-        total = tl.dot(widen(words, kind, IN_REGISTERS=IN_REGISTERS), lower, total)
-    elif FORM == _INT8 and GROUPS == 1:
-        total = tl.dot(widen_int8(words, kind, IN_REGISTERS), lower, total)
+    if of_inputs.shape[1] <= _FEW_ROWS:
+        of_lower, of_upper = raised_halves(words, kind, IN_REGISTERS)
+        part = tl.dot(of_upper, upper, tl.dot(of_lower, lower))
+        less = tl.full(is_column.shape, RAISED + 8.0, tl.float32)
+        if ZEROS:
+            less = RAISED + tl.load(zeros, mask=is_column, other=0).to(tl.float32)
+        part -= of_inputs * less[:, None]
     else:
-        if FORM == _FP8:
-            factor = tl.load(scales, mask=here, other=0.0)
-            part = tl.dot(widen(words, kind, IN_REGISTERS=IN_REGISTERS), lower)
-        elif FORM == _INT8:
-            factor = tl.load(scales, mask=here, other=0.0)
-            part = tl.dot(widen_int8(words, kind, IN_REGISTERS), lower)
-        elif FORM == _INT4:
-            of_lower, of_upper = halves(words, kind, IN_REGISTERS)
-            if ZEROS:
-                less = (tl.load(zeros, mask=here, other=0).to(tl.float32) - 8.0).to(kind)
-                of_lower, of_upper = of_lower - tl.expand_dims(less, -1), of_upper - tl.expand_dims(less, -1)
-            part = tl.dot(of_lower, lower)
-            part = tl.dot(of_upper, upper, part)
-            factor = tl.load(scales, mask=here, other=0.0)
-        else:
-            of_lower, of_upper = float16_halves(words, IN_REGISTERS)
-            part = tl.dot(of_lower, lower)
-            part = tl.dot(of_upper, upper, part)
-            factor = _power_of_two(tl.load(scales, mask=here, other=0))
-        total += part * tl.expand_dims(factor, -1)
-    return total
+        of_lower, of_upper = halves(words, kind, IN_REGISTERS)
+        if ZEROS:
+            beyond = (tl.load(zeros, mask=is_column, other=0).to(tl.float32) - 8.0).to(kind)
+            of_lower, of_upper = of_lower - beyond[:, None], of_upper - beyond[:, None]
+        part = tl.dot(of_lower, lower)
+        part = tl.dot(of_upper, upper, part)
+    return part
+
+
+@triton.jit
+def _read(scales, is_column):
+    """Scales [WIDTH], of which these may be the addresses."""
+    if scales.dtype.is_ptr():
+        found = tl.load(scales, mask=is_column, other=0)
+    else:
+        found = scales
+    return found
 
 
 @triton.jit

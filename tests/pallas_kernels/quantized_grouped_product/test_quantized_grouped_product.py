@@ -13,12 +13,11 @@ import pytest
 from jpaged.pallas_kernels import devices, quantized_grouped_product
 from jpaged.pallas_kernels.devices import Device
 from jpaged.pallas_kernels.grouped_product import tiles
-from jpaged.pallas_kernels.grouped_product.tiles import RowGroups, RowTiles, plan_tiles
+from jpaged.pallas_kernels.grouped_product.tiles import RowTiles, plan_tiles
 from jpaged.pallas_kernels.int4_product.reference import pack
 from jpaged.pallas_kernels.quantized_grouped_product.api import OP, tile_height
-from jpaged.pallas_kernels.quantized_grouped_product.operands import Experts, Operands, Options
 from jpaged.pallas_kernels.quantized_grouped_product.reference import dequantized
-from tests.pallas_kernels.marks import needs_triton, runs_triton
+from tests.pallas_kernels.marks import WITH_TRITON, needs_triton, runs_triton
 
 SIZES = (3, 0, 18, 1)
 """Rows of each group: none, few, and more than a tile's."""
@@ -163,26 +162,59 @@ def test_products_are_those_of_float64_within_rounding(case, backend, dtype, bit
         assert np.all(np.abs(np.asarray(inner[row], np.float64) - want) <= most + np.abs(want) * 2.0**-bits)
 
 
+FEW = (2, 0, 9, 1)
+"""Rows of each group, so few that tiles have 8."""
+
+
 @needs_triton
 @pytest.mark.gpu
-@pytest.mark.parametrize("side", [2, 4])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.form}-{case.group}")
-def test_steps_side_by_side_have_the_sums_of_one_behind_the_other(case, side):
-    """Also where the last of them have no inputs."""
-    from jpaged.pallas_kernels.quantized_grouped_product import triton
+@pytest.mark.parametrize("case", [*CASES, Case("int4", 32, 192, 72, zeros=True)], ids=lambda case: case.form)
+def test_few_rows_give_what_many_do(case):
+    """Tiles of 8 rows, several steps at a time where inputs allow for it."""
+    given, exact = matrices(case)
+    owner = np.repeat(np.arange(len(FEW)), FEW)
+    assert tile_height(len(owner), len(FEW), has_groups=case.group is not None) == 8
+    x = jnp.asarray(np.random.default_rng(5).standard_normal((len(owner), case.inputs)), jnp.bfloat16)
+    wide = np.asarray(x, np.float64)
+    right = np.einsum("anc,ac->an", exact[owner], wide)
+    terms = np.einsum("anc,ac->an", np.abs(exact[owner]), np.abs(wide))
+    found = quantized_grouped_product(
+        x,
+        given["w"],
+        given["scale"],
+        jnp.asarray(FEW, jnp.int32),
+        zero=given.get("zero"),
+        outer=given.get("outer"),
+        **case.options,
+        backend="triton",
+    )
+    within = terms * (2.0**-8 + case.inputs * 2.0**-24) + np.abs(right) * 2.0**-8
+    assert np.all(np.abs(np.asarray(found, np.float64) - right) <= within)
 
+
+@pytest.mark.parametrize("backend", WITH_TRITON)
+@pytest.mark.parametrize("sizes", [SIZES, FEW], ids=["many", "few"])
+@pytest.mark.parametrize("case", [CASES[0], CASES[5], CASES[6]], ids=lambda case: case.form)
+def test_rows_that_are_taken_need_not_be_gathered(case, sizes, backend):
+    """Behind those of groups are numbers of no row."""
     given, _ = matrices(case)
-    x, owner = rows(case, jnp.bfloat16)
-    experts = Experts(*(None if one is None else jnp.asarray(one) for one in map(given.get, Experts._fields)))
-    operands = Operands(x, experts, RowGroups(jnp.asarray(SIZES, jnp.int32), None), None)
-    found = [
-        np.asarray(triton.quantized_grouped_product(operands, options, triton.Config(16, 32, 32, 4, 2, of)), np.float32)
-        for options in (Options(**case.options, activation=None), Options(**case.options, activation="silu"))
-        for of in (1, side)
-    ]
-    live = owner < len(SIZES)
-    for one, other in (found[:2], found[2:]):
-        np.testing.assert_allclose(other[live], one[live], rtol=2.0**-7, atol=2.0**-7 * np.abs(one[live]).max())
+    rng = np.random.default_rng(6)
+    count = sum(sizes)
+    x = jnp.asarray(rng.standard_normal((7, case.inputs)), jnp.bfloat16)
+    taken = jnp.asarray([*rng.integers(0, 7, count), -1, 2**31 - 1], jnp.int32)
+    product = partial(
+        quantized_grouped_product,
+        w=given["w"],
+        scale=given["scale"],
+        group_sizes=jnp.asarray(sizes, jnp.int32),
+        zero=given.get("zero"),
+        **case.options,
+        backend=backend,
+    )
+    for ending in ({}, {"activation": "silu"}, {"weights": jnp.asarray(rng.random(count + 2), jnp.float32)}):
+        gathered = product(x[jnp.clip(taken, 0, 6)], **ending)
+        found = product(x, taken=taken, **ending)
+        np.testing.assert_array_equal(np.asarray(found)[:count], np.asarray(gathered)[:count])
 
 
 @needs_triton
@@ -193,8 +225,9 @@ def test_the_kernels_tiles_are_as_high_as_said():
     for rows_of_all in (1, 16, 64, 65, 512, 2048, 4096, 8192, 65_536):
         for experts in (1, 4, 32, 128):
             for has_groups in (False, True):
-                config = triton.default_config(rows_of_all, experts, has_groups=has_groups)
-                assert config.rows == tile_height(rows_of_all, experts, has_groups=has_groups)
+                for form in ("fp8", "int4"):
+                    config = triton.default_config(rows_of_all, experts, form, has_groups=has_groups)
+                    assert config.rows == tile_height(rows_of_all, experts, has_groups=has_groups)
 
 
 @needs_triton
@@ -245,6 +278,11 @@ def test_experts_without_rows_are_not_read():
         ({"weights": np.ones(24, np.float32), "activation": "silu"}, "weights do not go with an activation"),
         ({"activation": "tanh"}, "activation must be one of"),
         ({"groups": np.zeros(24, np.int32)}, "one of group_sizes and groups"),
+        ({"taken": np.zeros(24, np.int64)}, "taken must be int32"),
+        (
+            {"taken": np.zeros(30, np.int32), "weights": np.ones(24, np.float32)},
+            "weights must be one for each of 30 rows",
+        ),
         ({"tiles": RowTiles(jnp.zeros((3, 3), jnp.int32), jnp.zeros(4, jnp.int32), 16)}, "tiles.listed"),
     ],
 )
