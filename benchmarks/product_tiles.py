@@ -48,10 +48,9 @@ def configs(kind: str, rows: int) -> Sequence[Config]:
         return [few_rows.Config(*one) for one in [*cut, (128, 128, 4, 5), (128, 128, 8, 6), (64, 512, 4, 4)]]
     tile = max(16, min(64, rows))
     if kind == "int4":
-        cut = [(64, 4, 6), (64, 2, 4), (32, 4, 4, 4), (32, 4, 5, 4), (32, 4, 3, 4), (16, 4, 4, 4), (16, 8, 4, 8)]
-        cut += [(32, 8, 4, 8), (64, 4, 4, 4), (64, 4, 4, 2), (64, 2, 4, 2), (32, 2, 4, 2), (64, 8, 4, 4)]
-        tile = 8 if rows <= 8 else tile
-        return [int4.Config(tile, *one) for one in cut] + [int4.Config(tile, 32, 4, 4, 4, splits) for splits in (2, 4)]
+        cut = [(64, 4, 4, 2), (64, 2, 4), (32, 2, 4, 2), (32, 2, 3, 1, 2), (64, 4, 3, 2, 2), (32, 4, 3, 2, 2)]
+        cut += [(16, 1, 3, 1, 2), (64, 2, 3, 1, 2), (32, 2, 3, 2, 2)]
+        return [int4.Config(8 if rows <= 8 else tile, *one) for one in cut]
     shapes = [(64, 128, 4, 5), (64, 128, 4, 8), (64, 256, 4, 3), (64, 256, 4, 5), (128, 128, 4, 4), (128, 128, 8, 5)]
     shapes += [(32, 256, 4, 4), (64, 64, 4, 8)]
     found: list[Config] = [fp8.Config(outputs, tile, depth, *others) for outputs, depth, *others in shapes]

@@ -85,3 +85,47 @@ def ones_like(packed, DTYPE: tl.constexpr, IN_REGISTERS: tl.constexpr):
     else:
         ones = tl.full(packed.shape, 1.0, DTYPE)
     return ones
+
+
+FEW_ROWS = tl.constexpr(8)
+"""Up to so many, `products` takes zero points from sums."""
+
+
+@triton.jit
+def products(
+    packed,
+    lower,
+    upper,
+    of_inputs,
+    zeros,
+    has_zeros,
+    ZEROS: tl.constexpr,
+    IN_REGISTERS: tl.constexpr,
+):
+    """A group's products of 4-bit integers [.., N, ROWS], without its scales: float32.
+
+    What widened values are too large by is taken from them, or from the products, which spares an instruction for two
+    weights. That takes products with ones, which are little where rows are few.
+
+    Args:
+        packed: uint8 [.., N, K / 2].
+        lower, upper: the inputs [.., K / 2, ROWS] of a byte's lower bits, and of its upper ones.
+        of_inputs: their sums [.., N, ROWS] if rows are up to FEW_ROWS: products of both with `ones_like`.
+        zeros: where the zero points [.., N] are, if ZEROS; else they are 8. has_zeros: which of them are there.
+    """
+    if of_inputs.shape[len(of_inputs.shape) - 1] <= FEW_ROWS:
+        of_lower, of_upper = raised_halves(packed, lower.dtype, IN_REGISTERS)
+        part = tl.dot(of_upper, upper, tl.dot(of_lower, lower))
+        if ZEROS:
+            beyond = RAISED + tl.load(zeros, mask=has_zeros, other=0).to(tl.float32)
+            part -= of_inputs * tl.expand_dims(beyond, -1)
+        else:
+            part -= of_inputs * (RAISED + 8.0)
+    else:
+        of_lower, of_upper = halves(packed, lower.dtype, IN_REGISTERS)
+        if ZEROS:
+            beyond = (tl.load(zeros, mask=has_zeros, other=0).to(tl.float32) - 8.0).to(lower.dtype)
+            of_lower, of_upper = of_lower - tl.expand_dims(beyond, -1), of_upper - tl.expand_dims(beyond, -1)
+        part = tl.dot(of_lower, lower)
+        part = tl.dot(of_upper, upper, part)
+    return part

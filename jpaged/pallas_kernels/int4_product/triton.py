@@ -25,7 +25,7 @@ from jpaged.pallas_kernels.common.triton_assembly import runs_assembly
 from jpaged.pallas_kernels.common.triton_call import Launch, call
 from jpaged.pallas_kernels.common.triton_fp4 import inverse, scaled_halves
 from jpaged.pallas_kernels.common.triton_fp8 import widen
-from jpaged.pallas_kernels.common.triton_int4 import halves
+from jpaged.pallas_kernels.common.triton_int4 import FEW_ROWS, ones_like, products
 from jpaged.pallas_kernels.common.triton_targets import by_shared_memory, for_family
 from jpaged.pallas_kernels.common.triton_tiles import splits_of
 from jpaged.pallas_kernels.int4_product.operands import Operands
@@ -37,22 +37,25 @@ _NV_STEP = 128
 
 @dataclass(frozen=True)
 class Config:
-    """How the kernel is cut and compiled. rows, columns: of a CTA. warps: of it. stages: steps in flight or in use.
-    side: groups of a step, a power of two. splits: parts of the inputs, whose sums are added up afterwards; None
-    chooses. In NVFP4 neither is heeded."""
+    """How the kernel is cut and compiled. rows, columns: of a CTA. warps: of it. stages: iterations in flight or
+    in use. side: groups of a step, a power of two. unroll: steps of an iteration, where the inputs have whole
+    iterations. splits: parts of the inputs, whose sums are added up; None chooses. NVFP4 heeds none of these
+    three."""
 
     rows: int
     columns: int
     warps: int
     stages: int
     side: int = 1
+    unroll: int = 1
     splits: int | None = None
 
 
-_FEW = (Config(8, 64, 4, 4, 2), Config(16, 32, 2, 4, 2), Config(32, 64, 2, 4))
-_CONFIGS = by_shared_memory((*_FEW, Config(64, 128, 8, 3)), (*_FEW, Config(64, 64, 4, 2)))
-"""By family of GPUs, from few rows to many. Those of up to 32 rows were found by a sweep on an H200
-(`benchmarks/product_tiles.py`)."""
+_LARGE = (Config(8, 64, 4, 3, 2, 2), Config(16, 64, 4, 4, 2), Config(32, 64, 4, 4, 2), Config(64, 128, 8, 3))
+_SMALL = (Config(8, 64, 4, 4, 2), Config(16, 32, 2, 4, 2), Config(32, 64, 2, 4), Config(64, 64, 4, 2))
+_CONFIGS = by_shared_memory(_LARGE, _SMALL)
+"""By family of GPUs, from few rows to many. The large ones of 8 and 32 rows were the fastest of a sweep on an H200, for
+an 8B model's gate, up and down together (`benchmarks/product_tiles.py`); that of 16 is taken from between them."""
 
 _NVFP4_SMALL = (Config(16, 64, 4, 4), Config(32, 64, 4, 3), Config(64, 64, 4, 2))
 _NVFP4_LARGE = (Config(16, 64, 4, 6), Config(32, 64, 4, 4), Config(64, 128, 8, 3))
@@ -105,10 +108,12 @@ def int4_product(operands: Operands, *, group: int, dtype: Any, config: Config |
         (y,) = call(_nvfp4_product, launch, x, w, as_bits(scale), outer, out=[out], **constants)
         return y
     groups = depth // group
-    splits = config.splits or splits_of(ctas, groups // config.side)
-    split = triton.cdiv(triton.cdiv(groups, splits), config.side) * config.side
+    unroll = 1 if groups % (config.side * config.unroll) else config.unroll
+    of_iteration = config.side * unroll
+    splits = config.splits or splits_of(ctas, groups // of_iteration)
+    split = triton.cdiv(triton.cdiv(groups, splits), of_iteration) * of_iteration
     splits = triton.cdiv(groups, split)
-    constants |= {"ZEROS": zero is not None, "SPLIT": split, "SIDE": config.side}
+    constants |= {"ZEROS": zero is not None, "SPLIT": split, "SIDE": config.side, "UNROLL": unroll}
     launch = replace(launch, grid=(ctas, splits))
     parts = jax.ShapeDtypeStruct((splits, rows, columns), dtype if splits == 1 else jnp.float32)
     (y,) = call(_int4_product, launch, x, w, scale, w if zero is None else zero, out=[parts], **constants)
@@ -131,7 +136,8 @@ def _int4_product(
     COLUMNS: tl.constexpr,  # of a CTA
     ZEROS: tl.constexpr,  # whether `zero` is one
     SPLIT: tl.constexpr,  # groups of a CTA
-    SIDE: tl.constexpr,  # groups of a step, which divides SPLIT
+    SIDE: tl.constexpr,  # groups of a step
+    UNROLL: tl.constexpr,  # steps of an iteration, whose groups divide SPLIT
     IN_REGISTERS: tl.constexpr,  # as of `halves`
 ):
     """x: [M, K]. w: uint8 [N, K / 2]. scale: float32 [N, K / GROUP]. zero: uint8 likewise. out: [splits, M, N]."""
@@ -158,24 +164,25 @@ def _int4_product(
     kind: tl.constexpr = x.dtype.element_ty
     # Scales are read a step ahead. Behind the last group they are its own, and inputs zeros.
     next_factor = tl.load(scale + groups + tl.minimum(begin + side, last), mask=of_groups, other=0.0)
-    for g in range(begin, end, SIDE):
-        factor = next_factor
-        next_factor = tl.load(scale + groups + tl.minimum(g + SIDE + side, last), mask=of_groups, other=0.0)
-        of_weights, of_x = of_words, of_inputs
-        if SIDE > 1 and (K // GROUP) % SIDE != 0:
-            is_there = (g + side <= last)[:, :, None]
-            of_weights, of_x = of_words & is_there, of_inputs & is_there
-        packed = tl.load(words + g * HALF, mask=of_weights, other=0)
-        lower, upper = halves(packed, kind, IN_REGISTERS)
-        if ZEROS:
-            zeros = tl.load(zero + groups + tl.minimum(g + side, last), mask=of_groups, other=0)
-            less = tl.expand_dims((zeros.to(tl.float32) - 8.0).to(kind), -1)
-            lower, upper = lower - less, upper - less
-        first = tl.load(inputs + g * GROUP, mask=of_x, other=0.0)
-        second = tl.load(inputs + g * GROUP + HALF, mask=of_x, other=0.0)
-        part = tl.dot(lower, first)
-        part = tl.dot(upper, second, part)
-        total += part * tl.expand_dims(factor, -1)
+    for iteration in range(begin, end, SIDE * UNROLL):
+        for number in tl.static_range(UNROLL):
+            g = iteration + number * SIDE
+            factor = next_factor
+            next_factor = tl.load(scale + groups + tl.minimum(g + SIDE + side, last), mask=of_groups, other=0.0)
+            of_weights, of_x = of_words, of_inputs
+            if SIDE > 1 and (K // GROUP) % SIDE != 0:
+                is_there = (g + side <= last)[:, :, None]
+                of_weights, of_x = of_words & is_there, of_inputs & is_there
+            packed = tl.load(words + g * HALF, mask=of_weights, other=0)
+            first = tl.load(inputs + g * GROUP, mask=of_x, other=0.0)
+            second = tl.load(inputs + g * GROUP + HALF, mask=of_x, other=0.0)
+            zeros = zero + groups + tl.minimum(g + side, last)
+            of_rows = total
+            if ROWS <= FEW_ROWS:
+                ones = ones_like(packed, kind, IN_REGISTERS)
+                of_rows = tl.dot(ones, second, tl.dot(ones, first))
+            part = products(packed, first, second, of_rows, zeros, of_groups, ZEROS, IN_REGISTERS)
+            total += part * tl.expand_dims(factor, -1)
     if SIDE > 1:
         whole = tl.sum(total, axis=0)
     else:

@@ -27,7 +27,7 @@ from jpaged.pallas_kernels.common.triton_assembly import runs_assembly
 from jpaged.pallas_kernels.common.triton_call import Launch, call
 from jpaged.pallas_kernels.common.triton_fp4 import float16_halves, inverse, scaled_halves
 from jpaged.pallas_kernels.common.triton_fp8 import widen
-from jpaged.pallas_kernels.common.triton_int4 import RAISED, halves, ones_like, raised_halves
+from jpaged.pallas_kernels.common.triton_int4 import FEW_ROWS, ones_like, products
 from jpaged.pallas_kernels.common.triton_int8 import widen_int8
 from jpaged.pallas_kernels.common.triton_targets import for_family
 from jpaged.pallas_kernels.gated_product.reference import ACTIVATIONS
@@ -45,8 +45,6 @@ _FP8, _INT8, _INT4, _MXFP4, _SCALED_MXFP4, _NVFP4 = (tl.constexpr(i) for i in ra
 """Places of forms in `_FORMS`, one more where weights are multiplied by their scales."""
 _SCALED_STEP = 128
 """Inputs of a step of several groups."""
-_FEW_ROWS = tl.constexpr(8)
-"""Of a tile, up to which zero points are taken from sums."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +258,7 @@ def _quantized_grouped_product(
             elif READS:
                 of_first = scale + at + start // GROUP
             of_inputs = first  # not read, but of 4-bit integers and few rows
-            if FORM == _INT4 and ROWS <= _FEW_ROWS:
+            if FORM == _INT4 and ROWS <= FEW_ROWS:
                 ones = ones_like(words, lower.dtype, IN_REGISTERS)
                 of_inputs = tl.dot(ones, upper, tl.dot(ones, lower))
             step = (lower, upper, of_inputs)
@@ -309,7 +307,7 @@ def _sum(
     if FORM >= _SCALED_MXFP4:
         total = _scaled_sum(total, words, lower, upper, scales, FORM, IN_REGISTERS)
     elif FORM == _INT4:
-        part = _int4_products(words, lower, upper, of_inputs, zeros, is_column, ZEROS, IN_REGISTERS)
+        part = products(words, lower, upper, of_inputs, zeros, is_column, ZEROS, IN_REGISTERS)
         total += part * _read(scales, is_column)[:, None]
     elif FORM == _MXFP4:
         of_lower, of_upper = float16_halves(words, IN_REGISTERS)
@@ -340,29 +338,6 @@ def _scaled_sum(total, words, lower, upper, scales, FORM: tl.constexpr, IN_REGIS
     lower_words, upper_words = scaled_halves(words, of_lower, of_upper, IN_REGISTERS)
     total = tl.dot(lower_words, lower, total)
     return tl.dot(upper_words, upper, total)
-
-
-@triton.jit
-def _int4_products(words, lower, upper, of_inputs, zeros, is_column, ZEROS: tl.constexpr, IN_REGISTERS: tl.constexpr):
-    """A group's products [WIDTH, ROWS] without its scales. What widened values are too large by is taken from them, or,
-    which spares an instruction for two weights, from the products: that takes some with ones, `of_inputs`, which are
-    little where rows are few."""
-    kind: tl.constexpr = lower.dtype
-    if of_inputs.shape[1] <= _FEW_ROWS:
-        of_lower, of_upper = raised_halves(words, kind, IN_REGISTERS)
-        part = tl.dot(of_upper, upper, tl.dot(of_lower, lower))
-        less = tl.full(is_column.shape, RAISED + 8.0, tl.float32)
-        if ZEROS:
-            less = RAISED + tl.load(zeros, mask=is_column, other=0).to(tl.float32)
-        part -= of_inputs * less[:, None]
-    else:
-        of_lower, of_upper = halves(words, kind, IN_REGISTERS)
-        if ZEROS:
-            beyond = (tl.load(zeros, mask=is_column, other=0).to(tl.float32) - 8.0).to(kind)
-            of_lower, of_upper = of_lower - beyond[:, None], of_upper - beyond[:, None]
-        part = tl.dot(of_lower, lower)
-        part = tl.dot(of_upper, upper, part)
-    return part
 
 
 @triton.jit
