@@ -409,14 +409,16 @@ def mix(
         activated = partial(gate_up.gated, activation=activation, backend=backend)
 
     def weigh(read: jax.Array, of_rows: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """What experts read, [A, hidden], and the weights of what they give; None: they are in the former."""
+        """What experts read, and the weights of what they give; None: they are in the former, [A, hidden]."""
         if not weighted_inputs:
             return read, of_rows
         return (read * of_rows[: read.shape[0], None]).astype(read.dtype), None
 
     if rows is not None:
         of_rows = Rows(rows.group_sizes, None, rows.tiles)
-        of_read = of_rows._replace(taken=rows.tokens)  # by the product itself, if it can and nothing is to be weighted
+        of_read = of_rows._replace(
+            row_indices=rows.tokens
+        )  # by the product itself, if it can and nothing is to be weighted
         gathered, of_read = of_read.of(x) if weighted_inputs else (x, of_read)
         read, of_down = weigh(gathered, rows.weights)
         products_of_rows = down.multiply(activated(read, of_read), of_rows, of_down, backend=backend)[rows.places]
@@ -441,7 +443,7 @@ def mix(
 
 
 def _activated(up: GroupedProduct, x: jax.Array, rows: Rows, *, activation: str, backend: str | None) -> jax.Array:
-    """[A, hidden], or rows that are taken -> activation(up), [A, inner], the activation in XLA and in float32."""
+    """As of `GroupedProduct.gated`, activation(up), [A, inner], the activation in XLA and in float32."""
     wide = up.multiply(x, rows, backend=backend).astype(jnp.promote_types(x.dtype, jnp.float32))
     return UNGATED_ACTIVATIONS[activation](wide).astype(x.dtype)
 

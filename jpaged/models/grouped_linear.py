@@ -24,20 +24,20 @@ class Rows(NamedTuple):
 
     group_sizes: int32 [E], of rows that are sorted. groups: int32 [A], of rows in any order.
     tiles: of rows that are sorted, where they are known.
-    taken: int32 [A], which rows of x [T, inputs] a product reads; None for all of x, in its order.
+    row_indices: int32 [A], which row of x [T, inputs] each row is; None for all of x, in its order. Behind the last
+        expert's rows they may be anything.
     """
 
     group_sizes: jax.Array | None
     groups: jax.Array | None
     tiles: RowTiles | None = None
-    taken: jax.Array | None = None
+    row_indices: jax.Array | None = None
 
     def of(self, x: jax.Array) -> "tuple[jax.Array, Rows]":
         """What a product reads of x [T, inputs], as rows of their own [A, inputs]."""
-        if self.taken is None:
+        if self.row_indices is None:
             return x, self
-        # Behind the last expert's rows are no numbers of rows.
-        return jnp.take(x, self.taken, axis=0, mode="clip"), self._replace(taken=None)
+        return jnp.take(x, self.row_indices, axis=0, mode="clip"), self._replace(row_indices=None)
 
 
 class GroupedProduct(Protocol):
@@ -47,13 +47,13 @@ class GroupedProduct(Protocol):
         """What the product of rows in a type is in."""
 
     def gated(self, x: jax.Array, rows: Rows, *, activation: str, backend: str | None) -> jax.Array:
-        """[A, inputs], or those of rows that are taken -> activation(gate) * up, [A, inner], of outputs (2, inner).
+        """[A, inputs], or the rows of x that `rows` names -> activation(gate) * up, [A, inner], of outputs (2, inner).
 
         activation, backend: as of `pallas_kernels.gated_grouped_product`.
         """
 
     def multiply(self, x: jax.Array, rows: Rows, weights: jax.Array | None = None, *, backend: str | None) -> jax.Array:
-        """[A, inputs], or those of rows that are taken -> [A, all outputs], times weights.
+        """[A, inputs], or the rows of x that `rows` names -> [A, all outputs], times weights.
 
         weights: float32 [A] or more, or None for ones. backend: as of `pallas_kernels.weighted_grouped_product`.
         """

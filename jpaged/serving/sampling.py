@@ -43,8 +43,8 @@ class InWordsOf:
 
     constraint: where it is made of more than the request's own.
 
-    No generator is its context manager: since Python 3.12 one that raises another error keeps the first, with its
-    traceback and so the request, in a cycle until a collection, which takes 10 ms and more for large bodies.
+    It is no `@contextmanager`: since Python 3.12 a generator that raises another error keeps the first one, and with it
+    the request, in a cycle until a collection, which takes 10 ms and more for large bodies.
     """
 
     def __init__(

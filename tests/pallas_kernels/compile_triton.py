@@ -233,7 +233,7 @@ def few_bits_of_experts() -> Iterator[tuple[str, Callable[..., Any], dict[str, A
             scales = (128, outputs, 1 if group is None else depth // group)
             arguments: dict[str, Any] = {"x": Shape((rows, depth), dtype), "group_sizes": ids(128)}
             if activation:  # of a token's experts, as the first product of a layer reads them
-                arguments |= {"x": Shape((-(-rows // 8), depth), dtype), "taken": ids(rows)}
+                arguments |= {"x": Shape((-(-rows // 8), depth), dtype), "row_indices": ids(rows)}
             arguments |= {"w": Shape(shape, WIDE.get(form, jnp.uint8))}
             kinds = {"mxfp4": jnp.uint8, "nvfp4": jnp.float8_e4m3fn}
             arguments |= {"scale": Shape(scales, kinds.get(form, jnp.float32))}

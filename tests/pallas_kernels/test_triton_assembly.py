@@ -73,6 +73,18 @@ def test_both_halves_of_a_byte_are_widened_less_eight():
         np.testing.assert_array_equal(upper.astype(int), (given >> 4) - 8)
 
 
+def test_both_halves_of_a_byte_are_widened_with_128():
+    for given in WORDS:
+        found = run(triton_int4._EIGHT_RAISED.value, 4, int.from_bytes(given.astype(np.uint8).tobytes(), "little"))
+        lower, upper = np.concatenate(found[:2]), np.concatenate(found[2:])
+        np.testing.assert_array_equal(lower.astype(int), (given & 15) + 128)
+        np.testing.assert_array_equal(upper.astype(int), (given >> 4) + 128)
+
+
+def test_there_is_a_one_for_each_byte():
+    np.testing.assert_array_equal(np.concatenate(run(triton_int4._ONES.value, 2, 0)), np.ones(4))
+
+
 def same(found: np.ndarray, wanted: np.ndarray) -> None:
     """Equal, zeros by their signs, too."""
     np.testing.assert_array_equal(found.astype(np.float64), wanted)

@@ -118,7 +118,7 @@ class QuantizedProduct:
             rows.group_sizes,
             groups=rows.groups,
             tiles=rows.tiles,
-            taken=rows.taken,
+            row_indices=rows.row_indices,
             form=self.values.form,
             group=self.values.group,
             zero=None if self.zero is None else self.zero.reshape(*shape, -1),

@@ -43,6 +43,7 @@ def halves(packed, DTYPE: tl.constexpr, IN_REGISTERS: tl.constexpr):
 
 
 RAISED = tl.constexpr(128.0)
+"""What `raised_halves` adds to values."""
 
 _EIGHT_RAISED = tl.constexpr("""
 {
@@ -73,13 +74,16 @@ def raised_halves(packed, DTYPE: tl.constexpr, IN_REGISTERS: tl.constexpr):
     return lower, upper
 
 
-_ONES = tl.constexpr("mov.b32 $0, 0x3F803F80; mov.b32 $1, 0x3F803F80;")
+_ONES = tl.constexpr("""
+    mov.b32 $0, 0x3F803F80;
+    mov.b32 $1, 0x3F803F80;
+""")
 
 
 @triton.jit
 def ones_like(packed, DTYPE: tl.constexpr, IN_REGISTERS: tl.constexpr):
-    """Ones of DTYPE for each byte, where `raised_halves` has values, as a factor of the same numbers. Of a constant
-    Triton would want those in another order, and read them once more without waiting for anything else meanwhile."""
+    """Ones of DTYPE in the shape and layout of `raised_halves`. `tl.full` would get another operand layout, for which
+    Triton would load the other operand a second time, without pipelining."""
     if IN_REGISTERS and DTYPE.is_bf16():
         ones = tl.inline_asm_elementwise(_ONES, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:
@@ -96,7 +100,7 @@ def products(
     packed,
     lower,
     upper,
-    of_inputs,
+    input_sums,
     zeros,
     has_zeros,
     ZEROS: tl.constexpr,
@@ -104,23 +108,23 @@ def products(
 ):
     """A group's products of 4-bit integers [.., N, ROWS], without its scales: float32.
 
-    What widened values are too large by is taken from them, or from the products, which spares an instruction for two
-    weights. That takes products with ones, which are little where rows are few.
+    With up to FEW_ROWS rows, 128 + the zero point is taken from the products, as often as the inputs' sum, and not from
+    each weight: an instruction less for two weights, for products with ones, which are few then.
 
     Args:
         packed: uint8 [.., N, K / 2].
         lower, upper: the inputs [.., K / 2, ROWS] of a byte's lower bits, and of its upper ones.
-        of_inputs: their sums [.., N, ROWS] if rows are up to FEW_ROWS: products of both with `ones_like`.
+        input_sums: their sums [.., N, ROWS] if rows are up to FEW_ROWS: products of both with `ones_like`.
         zeros: where the zero points [.., N] are, if ZEROS; else they are 8. has_zeros: which of them are there.
     """
-    if of_inputs.shape[len(of_inputs.shape) - 1] <= FEW_ROWS:
+    if input_sums.shape[len(input_sums.shape) - 1] <= FEW_ROWS:
         of_lower, of_upper = raised_halves(packed, lower.dtype, IN_REGISTERS)
         part = tl.dot(of_upper, upper, tl.dot(of_lower, lower))
         if ZEROS:
             beyond = RAISED + tl.load(zeros, mask=has_zeros, other=0).to(tl.float32)
-            part -= of_inputs * tl.expand_dims(beyond, -1)
+            part -= input_sums * tl.expand_dims(beyond, -1)
         else:
-            part -= of_inputs * (RAISED + 8.0)
+            part -= input_sums * (RAISED + 8.0)
     else:
         of_lower, of_upper = halves(packed, lower.dtype, IN_REGISTERS)
         if ZEROS:

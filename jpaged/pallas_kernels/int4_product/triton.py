@@ -2,13 +2,15 @@
 
     a CTA: columns x rows of the result, transposed, as few rows then waste no more of a tensor core than they must
         words [columns, group / 2]:  the lower bits meet the first half of the group's inputs, the upper bits the second
-        sums += ((values - zero) @ x^T) * scale
+        sums += ((values - zero) @ x^T) * scale, up to 8 rows ((values + 128) @ x^T - (zero + 128) * sum(x)) * scale
 
 A product of few rows is a chain of short steps, each of which waits for the one before longer than it computes. So
 several groups are computed side by side there, by warps of their own, whose sums are added up at the end.
 
-Values less their zero points are small integers, exact in 16 bits; scales multiply sums in float32. So are E2M1 values
-times their scales in e4m3 (NVFP4), of which more are taken at a time; what an output's are divided by divides its sum.
+Values less their zero points, or with 128, are small integers, exact in 16 bits; scales multiply sums in float32.
+Values with 128 make the rounding of these sums some 17 times as large, which is still far less than one in 16 bits, and
+an input beyond 2e36 may make them NaN. E2M1 values times their scales in e4m3 (NVFP4) are exact in 16 bits, too. More
+of them are taken at a time, and what an output's scales are divided by divides its sum.
 """
 
 from dataclasses import dataclass, replace
@@ -38,9 +40,9 @@ _NV_STEP = 128
 @dataclass(frozen=True)
 class Config:
     """How the kernel is cut and compiled. rows, columns: of a CTA. warps: of it. stages: iterations in flight or
-    in use. side: groups of a step, a power of two. unroll: steps of an iteration, where the inputs have whole
-    iterations. splits: parts of the inputs, whose sums are added up; None chooses. NVFP4 heeds none of these
-    three."""
+    in use. side: groups of a step, a power of two. unroll: steps of an iteration if the groups are a multiple of
+    so many; otherwise 1, and stages are as many more. splits: parts of the inputs, whose sums are added up; None
+    chooses. NVFP4 heeds none of these three."""
 
     rows: int
     columns: int
@@ -98,7 +100,8 @@ def int4_product(operands: Operands, *, group: int, dtype: Any, config: Config |
     config = config or default_config(rows, nvfp4=outer is not None)
     strips = triton.cdiv(columns, config.columns)
     ctas = strips * triton.cdiv(rows, config.rows)
-    launch = Launch((ctas,), config.warps, config.stages)
+    unroll = 1 if outer is not None or (depth // group) % (config.side * config.unroll) else config.unroll
+    launch = Launch((ctas,), config.warps, config.stages + config.unroll - unroll)
     out = jax.ShapeDtypeStruct((rows, columns), dtype)
     constants: dict[str, Any] = {"M": rows, "K": depth, "N": columns, "GROUP": group, "STRIPS": strips}
     constants |= {"ROWS": config.rows, "COLUMNS": config.columns, "IN_REGISTERS": runs_assembly()}
@@ -108,7 +111,6 @@ def int4_product(operands: Operands, *, group: int, dtype: Any, config: Config |
         (y,) = call(_nvfp4_product, launch, x, w, as_bits(scale), outer, out=[out], **constants)
         return y
     groups = depth // group
-    unroll = 1 if groups % (config.side * config.unroll) else config.unroll
     of_iteration = config.side * unroll
     splits = config.splits or splits_of(ctas, groups // of_iteration)
     split = triton.cdiv(triton.cdiv(groups, splits), of_iteration) * of_iteration
@@ -177,11 +179,11 @@ def _int4_product(
             first = tl.load(inputs + g * GROUP, mask=of_x, other=0.0)
             second = tl.load(inputs + g * GROUP + HALF, mask=of_x, other=0.0)
             zeros = zero + groups + tl.minimum(g + side, last)
-            of_rows = total
+            input_sums = total  # read for few rows alone
             if ROWS <= FEW_ROWS:
                 ones = ones_like(packed, kind, IN_REGISTERS)
-                of_rows = tl.dot(ones, second, tl.dot(ones, first))
-            part = products(packed, first, second, of_rows, zeros, of_groups, ZEROS, IN_REGISTERS)
+                input_sums = tl.dot(ones, second, tl.dot(ones, first))
+            part = products(packed, first, second, input_sums, zeros, of_groups, ZEROS, IN_REGISTERS)
             total += part * tl.expand_dims(factor, -1)
     if SIDE > 1:
         whole = tl.sum(total, axis=0)

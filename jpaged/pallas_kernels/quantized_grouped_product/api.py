@@ -48,7 +48,7 @@ def quantized_grouped_product(
     outer: jax.Array | None = None,
     groups: jax.Array | None = None,
     tiles: RowTiles | None = None,
-    taken: jax.Array | None = None,
+    row_indices: jax.Array | None = None,
     weights: jax.Array | None = None,
     activation: str | None = None,
     backend: str | None = None,
@@ -56,7 +56,7 @@ def quantized_grouped_product(
     """See above. Sums are float32; "xla" rounds weights with scales of groups of inputs to x's type first.
 
     Args:
-        x: floats [A, K], or with `taken` [T, K].
+        x: floats [A, K], or with `row_indices` [T, K].
         w: float8_e4m3fn or int8 [E, N, K], or uint8 [E, N, K / 2].
         scale: float32, uint8 of "mxfp4", float8_e4m3fn of "nvfp4" [E, N, G].
         group_sizes: int32 [E], rows of each group, none negative, no more than A in all; or None, with
@@ -66,9 +66,9 @@ def quantized_grouped_product(
             divisor of K; 32 of "mxfp4"; 16 of "nvfp4", whose K 32 divides.
         zero: uint8 [E, N, G], with "int4" alone; None for 8.
         outer: float32 [E, N], of "nvfp4" alone. Where it is 0, so are weights.
-        tiles: of the rows of group_sizes, where they are known; taken if their height is the kernel's (`tile_height`).
-        taken: int32 [A], which of x's rows each row is, so that nobody has to gather them before; None for all in their
-            order. Of rows of no group it may be anything.
+        tiles: of the rows of group_sizes, where they are known; used if their height is the kernel's (`tile_height`).
+        row_indices: int32 [A], which of x's rows each row is, so that nobody has to gather them before; None for all in
+            their order. Of rows of no group it may be anything.
         weights: float32 [A], what each row is multiplied by; None for nothing. More may be behind these.
         activation: as of `gated_grouped_product`; None for a product of all outputs. Not with weights.
         backend: "triton" or "xla"; None picks by device, dtype and shapes.
@@ -80,9 +80,9 @@ def quantized_grouped_product(
     _check(x, w, scale, zero, outer, form, group)
     experts, outputs = w.shape[:2]
     rows = x.shape[0]
-    if taken is not None:
-        check.check_int32("taken", taken, "A", (None,))
-        rows = taken.shape[0]
+    if row_indices is not None:
+        check.check_int32("row_indices", row_indices, "A", (None,))
+        rows = row_indices.shape[0]
     if (group_sizes is None) == (groups is None):
         raise ValueError("one of group_sizes and groups must be given, and not both")
     if group_sizes is not None:
@@ -105,16 +105,17 @@ def quantized_grouped_product(
     columns = outputs if activation is None else outputs // 2
     if 0 in (rows, *x.shape, *w.shape):
         return jnp.zeros((rows, columns), x.dtype)
-    operands = Operands(x, Experts(w, scale, zero, outer), RowGroups(group_sizes, groups, tiles), weights, taken)
+    operands = Operands(x, Experts(w, scale, zero, outer), RowGroups(group_sizes, groups, tiles), weights, row_indices)
     return run(operands, Options(form, group, activation))
 
 
 def tile_height(rows: int, experts: int, *, has_groups: bool) -> int:
-    """Rows of a tile, at most, in which the kernel takes so many rows of so many experts, as high as an expert has rows
-    if they are spread evenly: what `tiles` are best made of. has_groups: of inputs, with scales of their own."""
+    """Rows of a tile, at most, in which the kernel takes so many rows of so many experts: at least as many as an expert
+    has on average, and 8 up to 4 on average. What `tiles` are best made of. has_groups: of inputs, with scales of their
+    own."""
     heights = HEIGHTS[:-1] if has_groups else HEIGHTS
     if 2 * rows <= HEIGHTS[0] * experts:
-        return HEIGHTS[0]  # with more, too many experts would have rows for two
+        return HEIGHTS[0]  # above 4 on average, many experts would need two
     return next((height for height in heights[1:] if height * experts >= rows), heights[-1])
 
 

@@ -25,13 +25,13 @@ class Operands(NamedTuple):
     experts: Experts
     groups: RowGroups
     weights: jax.Array | None
-    taken: jax.Array | None = None
+    row_indices: jax.Array | None = None
 
     def gathered(self) -> "Operands":
-        """With the rows that are taken as rows of their own."""
-        if self.taken is None:
+        """With the rows of row_indices as rows of their own."""
+        if self.row_indices is None:
             return self
-        return self._replace(x=jnp.take(self.x, self.taken, axis=0, mode="clip"), taken=None)
+        return self._replace(x=jnp.take(self.x, self.row_indices, axis=0, mode="clip"), row_indices=None)
 
 
 @dataclass(frozen=True)

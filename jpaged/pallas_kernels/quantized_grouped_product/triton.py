@@ -4,7 +4,8 @@
 
     a CTA:  sums of outputs x rows, transposed: few rows then waste no more of a tensor core than they must
             fp8, int8     steps of inputs; scales multiply sums, at the end, or behind each step of one group
-            int4          a group of inputs at a time: lower bits meet its first half, upper bits the second
+            int4          a group of inputs at a time: lower bits meet its first half, upper bits the second; of up to 8
+                          rows, zero points are taken from sums
             mxfp4, nvfp4  several groups at a time: lower bits meet halves of groups, or every other group, upper bits
                           those between
             activation or weights --> out, rows of the tile alone
@@ -51,8 +52,8 @@ _SCALED_STEP = 128
 class Config:
     """How the kernel is cut and compiled. rows: of a tile, at most. outputs: of a strip, of gate and of up each; twice
     as many without them. depth: inputs of a step in 8 bits. warps: of a CTA. stages: iterations in flight or in use.
-    unroll: steps of an iteration, where its inputs are as many as some iterations': then larger pieces of an output's
-    weights are read at once."""
+    unroll: steps of an iteration if K is a multiple of so many, for larger pieces of an output's weights to be read at
+    once; otherwise 1, and stages are as many more."""
 
     rows: int
     outputs: int
@@ -77,12 +78,12 @@ _CONFIGS = {
     100: _HOPPER,
     120: (*_FEW_SMALL, Config(128, 32, 64, 8, 3)),
 }
-"""By family of GPUs, of tiles of each of `HEIGHTS`. Those of Hopper are the best of a sweep with e4m3 and MXFP4 on an
-H200 (`benchmarks/expert_tiles.py`); others are not measured."""
+"""By family of GPUs, of tiles of each of `HEIGHTS`. Those of Hopper are the best of sweeps on an H200
+(`benchmarks/expert_tiles.py`): of 8 rows with e4m3, of more with e4m3 and MXFP4. Others are not measured."""
 
 
 _FEW_IN_FOUR_BITS = Config(8, 16, 128, 1, 3, 2)
-"""In place of the first one of these."""
+"""In place of the first one of these; the best of a sweep with 4-bit integers and MXFP4 on an H200."""
 
 
 def default_config(rows: int, experts: int, form: str, *, has_groups: bool) -> Config:
@@ -106,9 +107,9 @@ def unsupported(x: jax.Array, w: jax.Array, scale: jax.Array, form: str, group: 
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {x.dtype} is not bfloat16 or float16"
     wide = form in EIGHT_BITS
-    taken = _FP8_GROUPS if form == "fp8" else _GROUPS if form != "nvfp4" else (NV_GROUP,)
-    if (not wide or scale.shape[2] > 1) and group not in taken:
-        return f"groups of {group}; it takes {', '.join(map(str, taken))}{', or one' if wide else ''}"
+    groups = _FP8_GROUPS if form == "fp8" else _GROUPS if form != "nvfp4" else (NV_GROUP,)
+    if (not wide or scale.shape[2] > 1) and group not in groups:
+        return f"groups of {group}; it takes {', '.join(map(str, groups))}{', or one' if wide else ''}"
     return None
 
 
@@ -118,9 +119,9 @@ _FP8_GROUPS, _GROUPS = (64, 128), (32, 64, 128)
 @partial(jax.jit, static_argnames=("options", "config"))
 def quantized_grouped_product(operands: Operands, options: Options, config: Config | None = None) -> jax.Array:
     """`quantized_grouped_product` of the package, checked. config: to try others than the table's."""
-    x, (w, scale, zero, outer), groups, weights, taken = operands
+    x, (w, scale, zero, outer), groups, weights, row_indices = operands
     form, group, activation = options.form, options.group, options.activation
-    rows, depth = x.shape[0] if taken is None else taken.shape[0], x.shape[1]
+    rows, depth = x.shape[0] if row_indices is None else row_indices.shape[0], x.shape[1]
     experts, outputs, number = scale.shape
     config = config or default_config(rows, experts, form, has_groups=number > 1)
     columns = outputs if activation is None else outputs // 2
@@ -130,7 +131,6 @@ def quantized_grouped_product(operands: Operands, options: Options, config: Conf
     width = 2 * config.outputs if holds_both else config.outputs
     strips = triton.cdiv(columns, width)
     listed, ends = plan(groups, experts, rows=rows, height=config.rows)
-    launch = Launch((listed.shape[0] * strips,), config.warps, config.stages)
     if activation is not None:
         ending = _NAMES.index(activation)
     else:
@@ -144,11 +144,13 @@ def quantized_grouped_product(operands: Operands, options: Options, config: Conf
     constants: dict[str, Any] = {"LAST": ends.shape[0] - 1, "DEPTH": depth, "COLUMNS": columns, "ENDING": ending}
     constants |= {"STRIPS": strips, "ROWS": config.rows, "WIDTH": width, "STEP": step, "GROUPS": number}
     constants |= {"FORM": _FORMS.index(form) + has_scaled_weights, "GROUP": shared}
-    constants |= {"TAKEN": taken is not None, "ZEROS": zero is not None, "IN_REGISTERS": runs_assembly()}
-    constants["UNROLL"] = 1 if depth % (step * config.unroll) else config.unroll
+    constants |= {"INDEXED": row_indices is not None, "ZEROS": zero is not None, "IN_REGISTERS": runs_assembly()}
+    unroll = 1 if depth % (step * config.unroll) else config.unroll
+    launch = Launch((listed.shape[0] * strips,), config.warps, config.stages + config.unroll - unroll)
+    constants["UNROLL"] = unroll
     out = jax.ShapeDtypeStruct((rows, columns), x.dtype)
     # What is not there is not read either, and x stands for it.
-    missing = [x if one is None else one for one in (zero, outer, weights, taken)]
+    missing = [x if one is None else one for one in (zero, outer, weights, row_indices)]
     arrays = (x, as_bits(w), as_bits(scale), *missing, listed, ends)
     (product,) = call(_quantized_grouped_product, launch, *arrays, out=[out], **constants)
     return product
@@ -162,7 +164,7 @@ def _quantized_grouped_product(
     zero,
     outer,
     weights,
-    taken,
+    row_indices,
     tiles,
     ends,
     out,
@@ -177,17 +179,17 @@ def _quantized_grouped_product(
     FORM: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,  # inputs of a group
-    TAKEN: tl.constexpr,  # whether `taken` is one
+    INDEXED: tl.constexpr,  # whether `row_indices` is one
     ZEROS: tl.constexpr,  # whether `zero` is one
     IN_REGISTERS: tl.constexpr,  # as of `widen`
     UNROLL: tl.constexpr,  # steps of an iteration
 ):
     """x: [A or T, DEPTH]. w: uint8 or int8 [E, 2 if gated, COLUMNS, DEPTH or half of it]. scale: [.., GROUPS].
-    zero: uint8 likewise. outer: float32 [.., 1]. weights: float32 [A]. taken: int32 [A].
+    zero: uint8 likewise. outer: float32 [.., 1]. weights: float32 [A]. row_indices: int32 [A].
     tiles: int32 [tiles, 3]. ends: int32 [LAST + 1]. out: [A, COLUMNS]."""
     tile = tl.program_id(0) // STRIPS
-    # All at once: to wait for one before the next is read would take half a microsecond more. There are as many tiles
-    # listed as CTAs take. Of high tiles registers would not suffice for that.
+    # The number of tiles and the tile are loaded together: to wait for the number first costs half a microsecond.
+    # Entries behind the last tile exist, and hold anything. For high tiles that takes too many registers.
     last = tl.load(ends + LAST)
     if ROWS > 32 and tile >= last:
         return
@@ -213,8 +215,8 @@ def _quantized_grouped_product(
     place = (inner // 16) * 32 + inner % 16 if SCALED else inner
     HALF: tl.constexpr = 16 if SCALED else PART
     source = row
-    if TAKEN:
-        source = tl.load(taken + row, mask=is_row, other=0).to(tl.int64)
+    if INDEXED:
+        source = tl.load(row_indices + row, mask=is_row, other=0).to(tl.int64)
     inputs = x + source[None, :] * DEPTH + place[:, None]
     factors = w + output[:, None] * BYTES + inner[None, :]
     at = output * GROUPS
@@ -257,11 +259,11 @@ def _quantized_grouped_product(
                 next_first = tl.load(of_next, mask=is_there, other=0)
             elif READS:
                 of_first = scale + at + start // GROUP
-            of_inputs = first  # not read, but of 4-bit integers and few rows
+            input_sums = first  # read for 4-bit integers and few rows alone
             if FORM == _INT4 and ROWS <= FEW_ROWS:
                 ones = ones_like(words, lower.dtype, IN_REGISTERS)
-                of_inputs = tl.dot(ones, upper, tl.dot(ones, lower))
-            step = (lower, upper, of_inputs)
+                input_sums = tl.dot(ones, upper, tl.dot(ones, lower))
+            step = (lower, upper, input_sums)
             zeros = zero + at + start // GROUP
             first = _sum(first, words, step, of_first, zeros, is_column, FORM, GROUPS, ZEROS, IN_REGISTERS)
             if GATED:
@@ -302,12 +304,12 @@ def _sum(
     IN_REGISTERS: tl.constexpr,
 ):
     """The sums [WIDTH, ROWS] with a step's products added."""
-    lower, upper, of_inputs = step
+    lower, upper, input_sums = step
     kind: tl.constexpr = lower.dtype
     if FORM >= _SCALED_MXFP4:
         total = _scaled_sum(total, words, lower, upper, scales, FORM, IN_REGISTERS)
     elif FORM == _INT4:
-        part = products(words, lower, upper, of_inputs, zeros, is_column, ZEROS, IN_REGISTERS)
+        part = products(words, lower, upper, input_sums, zeros, is_column, ZEROS, IN_REGISTERS)
         total += part * _read(scales, is_column)[:, None]
     elif FORM == _MXFP4:
         of_lower, of_upper = float16_halves(words, IN_REGISTERS)

@@ -1,5 +1,6 @@
 """Mixtures of experts in few bits: their weights are those of the published layouts, and they stay in as many bits."""
 
+from itertools import product
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -9,9 +10,13 @@ import pytest
 from jpaged import models
 from jpaged.api.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from jpaged.models.config import inner_columns
-from jpaged.models.experts import split_by_experts
+from jpaged.models.experts import Routing, mix, split_by_experts
+from jpaged.models.linear import LinearLayout
 from jpaged.models.loading import checkpoint
+from jpaged.models.parameters import Constant
+from jpaged.models.quantization.grouped import QuantizedProduct, Values
 from jpaged.models.sharding import shard_of
+from jpaged.pallas_kernels import route_tokens
 from tests.models.quantization.test_checkpoints import dequantized, greedy, load
 from tests.support.quantized import (
     PUBLISHED,
@@ -211,3 +216,42 @@ def test_scales_are_split_as_the_experts_are_and_each_device_has_whole_groups(pl
 )
 def test_columns_of_gpt_oss_and_qwen3_are_filled_up_to_whole_groups_alone(inner, shards, group, columns):
     assert inner_columns(inner, shards, group) == columns
+
+
+@pytest.mark.parametrize(("in_order", "weighted_inputs", "biased"), product((True, False), repeat=3))
+def test_rows_that_come_sorted_give_what_rows_sorted_here_give(in_order, weighted_inputs, biased):
+    """The product reads them where they are, unless something is to be done with them first."""
+    experts, hidden, inner = 6, 24, 16
+    rng = np.random.default_rng(4)
+    values = Values("fp8", None, jnp.float8_e4m3fn, Constant(0.0), act_order=not in_order)
+
+    def product_of(inputs: int, outputs: tuple[int, ...]) -> QuantizedProduct:
+        layout = LinearLayout((inputs,), outputs, 1.0, None, 0, False, experts)
+        kernel = jnp.asarray(rng.standard_normal((experts, layout.output_size, inputs)), jnp.float8_e4m3fn)
+        scale = jnp.asarray(rng.uniform(0.1, 0.3, (experts, layout.output_size, 1)), jnp.float32)
+        order = np.stack([rng.permutation(inputs) for _ in range(experts)]).astype(np.int32)
+        return QuantizedProduct(layout, values, kernel, scale, None, None, None if in_order else jnp.asarray(order))
+
+    products = product_of(hidden, (2, inner)), product_of(inner, (hidden,))
+    x = jnp.asarray(rng.standard_normal((7, hidden)), jnp.float32)
+    logits = jnp.asarray(rng.standard_normal((7, experts)), jnp.float32)
+    chosen, weights, rows = route_tokens(logits, Routing(per_token=3), live=jnp.arange(7) < 5, backend="xla")
+    biases = jnp.asarray(rng.standard_normal((experts, 2, inner))), jnp.asarray(rng.standard_normal((experts, hidden)))
+    found = [
+        mix(
+            x,
+            products,
+            experts,
+            chosen,
+            weights,
+            activation="silu",
+            backend="xla",
+            biases=biases if biased else None,
+            weighted_inputs=weighted_inputs,
+            rows=known,
+        )
+        for known in (rows, None)
+    ]
+    np.testing.assert_array_equal(*map(np.asarray, found))
+    assert np.all(np.asarray(found[0])[:5].any(axis=1))
+    assert not np.asarray(found[0])[5:].any()

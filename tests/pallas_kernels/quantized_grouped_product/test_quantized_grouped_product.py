@@ -13,9 +13,10 @@ import pytest
 from jpaged.pallas_kernels import devices, quantized_grouped_product
 from jpaged.pallas_kernels.devices import Device
 from jpaged.pallas_kernels.grouped_product import tiles
-from jpaged.pallas_kernels.grouped_product.tiles import RowTiles, plan_tiles
+from jpaged.pallas_kernels.grouped_product.tiles import RowGroups, RowTiles, plan_tiles
 from jpaged.pallas_kernels.int4_product.reference import pack
 from jpaged.pallas_kernels.quantized_grouped_product.api import OP, tile_height
+from jpaged.pallas_kernels.quantized_grouped_product.operands import Experts, Operands, Options
 from jpaged.pallas_kernels.quantized_grouped_product.reference import dequantized
 from tests.pallas_kernels.marks import WITH_TRITON, needs_triton, runs_triton
 
@@ -166,42 +167,74 @@ FEW = (2, 0, 9, 1)
 """Rows of each group, so few that tiles have 8."""
 
 
+LONG = [
+    Case("fp8", None, 512, 40),
+    Case("fp8", 128, 512, 40),
+    Case("int8", 32, 128, 40),
+    Case("int4", 128, 512, 40),
+    Case("int4", 32, 192, 72, zeros=True),
+    Case("mxfp4", 32, 512, 40),
+    Case("nvfp4", 16, 512, 40),
+]
+"""With so many inputs that tiles of 8 rows take several steps at a time."""
+
+
+def check_sums(case, sizes, dtype, gated, run):
+    """Compares what `run` makes of operands and options with float64."""
+    given, exact = matrices(case)
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    x = np.random.default_rng(5).standard_normal((len(owner), case.inputs)) / 8
+    x = jnp.asarray(x, dtype)
+    wide, bits = np.asarray(x, np.float64), 8 if dtype == jnp.bfloat16 else 11
+    right = np.einsum("anc,ac->an", exact[owner], wide)
+    # Zero points of few rows are taken from sums, which are 17 times as large before.
+    error = np.einsum("anc,ac->an", np.abs(exact[owner]), np.abs(wide)) * (2.0**-bits + 17 * case.inputs * 2.0**-24)
+    if gated:
+        gate, up = np.split(right, 2, axis=1)
+        of_gate, of_up = np.split(error, 2, axis=1)
+        right = gate / (1 + np.exp(-gate)) * up
+        error = (np.abs(gate) + of_gate) * of_up + 1.1 * of_gate * np.abs(up)
+    experts = Experts(*(None if one is None else jnp.asarray(one) for one in map(given.get, Experts._fields)))
+    operands = Operands(x, experts, RowGroups(jnp.asarray(sizes, jnp.int32), None), None)
+    found = np.asarray(run(operands, Options(**case.options, activation="silu" if gated else None)), np.float64)
+    assert np.all(np.abs(found - right) <= error + np.abs(right) * 2.0**-bits)
+
+
 @needs_triton
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*CASES, Case("int4", 32, 192, 72, zeros=True)], ids=lambda case: case.form)
-def test_few_rows_give_what_many_do(case):
-    """Tiles of 8 rows, several steps at a time where inputs allow for it."""
-    given, exact = matrices(case)
-    owner = np.repeat(np.arange(len(FEW)), FEW)
-    assert tile_height(len(owner), len(FEW), has_groups=case.group is not None) == 8
-    x = jnp.asarray(np.random.default_rng(5).standard_normal((len(owner), case.inputs)), jnp.bfloat16)
-    wide = np.asarray(x, np.float64)
-    right = np.einsum("anc,ac->an", exact[owner], wide)
-    terms = np.einsum("anc,ac->an", np.abs(exact[owner]), np.abs(wide))
-    found = quantized_grouped_product(
-        x,
-        given["w"],
-        given["scale"],
-        jnp.asarray(FEW, jnp.int32),
-        zero=given.get("zero"),
-        outer=given.get("outer"),
-        **case.options,
-        backend="triton",
-    )
-    within = terms * (2.0**-8 + case.inputs * 2.0**-24) + np.abs(right) * 2.0**-8
-    assert np.all(np.abs(np.asarray(found, np.float64) - right) <= within)
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("case", [*CASES, *LONG], ids=lambda case: f"{case.form}-{case.group}-{case.inputs}")
+def test_products_of_few_rows_are_those_of_float64_within_rounding(case, dtype, gated):
+    """Tiles of 8 rows, and several steps at a time where inputs allow for it."""
+    from jpaged.pallas_kernels.quantized_grouped_product import triton
+
+    assert tile_height(sum(FEW), len(FEW), has_groups=case.group is not None) == 8
+    check_sums(case, FEW, dtype, gated, triton.quantized_grouped_product)
+
+
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("case", [case for case in CASES if case.group], ids=lambda case: f"{case.form}-{case.group}")
+def test_products_of_high_tiles_with_groups_are_those_of_float64_within_rounding(case, gated):
+    """Their scales are read behind the products. The last tile has few rows."""
+    from jpaged.pallas_kernels.quantized_grouped_product import triton
+
+    config = triton.Config(64, 32, 64, 4, 3)
+    check_sums(case, (2, 0, 69, 1), jnp.bfloat16, gated, partial(triton.quantized_grouped_product, config=config))
 
 
 @pytest.mark.parametrize("backend", WITH_TRITON)
 @pytest.mark.parametrize("sizes", [SIZES, FEW], ids=["many", "few"])
 @pytest.mark.parametrize("case", [CASES[0], CASES[5], CASES[6]], ids=lambda case: case.form)
-def test_rows_that_are_taken_need_not_be_gathered(case, sizes, backend):
+def test_rows_that_are_named_need_not_be_gathered(case, sizes, backend):
     """Behind those of groups are numbers of no row."""
     given, _ = matrices(case)
     rng = np.random.default_rng(6)
     count = sum(sizes)
     x = jnp.asarray(rng.standard_normal((7, case.inputs)), jnp.bfloat16)
-    taken = jnp.asarray([*rng.integers(0, 7, count), -1, 2**31 - 1], jnp.int32)
+    indices = jnp.asarray([*rng.integers(0, 7, count), -1, 2**31 - 1], jnp.int32)
     product = partial(
         quantized_grouped_product,
         w=given["w"],
@@ -212,8 +245,8 @@ def test_rows_that_are_taken_need_not_be_gathered(case, sizes, backend):
         backend=backend,
     )
     for ending in ({}, {"activation": "silu"}, {"weights": jnp.asarray(rng.random(count + 2), jnp.float32)}):
-        gathered = product(x[jnp.clip(taken, 0, 6)], **ending)
-        found = product(x, taken=taken, **ending)
+        gathered = product(x[jnp.clip(indices, 0, 6)], **ending)
+        found = product(x, row_indices=indices, **ending)
         np.testing.assert_array_equal(np.asarray(found)[:count], np.asarray(gathered)[:count])
 
 
@@ -278,9 +311,9 @@ def test_experts_without_rows_are_not_read():
         ({"weights": np.ones(24, np.float32), "activation": "silu"}, "weights do not go with an activation"),
         ({"activation": "tanh"}, "activation must be one of"),
         ({"groups": np.zeros(24, np.int32)}, "one of group_sizes and groups"),
-        ({"taken": np.zeros(24, np.int64)}, "taken must be int32"),
+        ({"row_indices": np.zeros(24, np.int64)}, "row_indices must be int32"),
         (
-            {"taken": np.zeros(30, np.int32), "weights": np.ones(24, np.float32)},
+            {"row_indices": np.zeros(30, np.int32), "weights": np.ones(24, np.float32)},
             "weights must be one for each of 30 rows",
         ),
         ({"tiles": RowTiles(jnp.zeros((3, 3), jnp.int32), jnp.zeros(4, jnp.int32), 16)}, "tiles.listed"),
