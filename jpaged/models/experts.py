@@ -416,9 +416,7 @@ def mix(
 
     if rows is not None:
         of_rows = Rows(rows.group_sizes, None, rows.tiles)
-        of_read = of_rows._replace(
-            row_indices=rows.tokens
-        )  # by the product itself, if it can and nothing is to be weighted
+        of_read = of_rows._replace(row_indices=rows.tokens)  # gathered by the product, unless they are weighted before
         gathered, of_read = of_read.of(x) if weighted_inputs else (x, of_read)
         read, of_down = weigh(gathered, rows.weights)
         products_of_rows = down.multiply(activated(read, of_read), of_rows, of_down, backend=backend)[rows.places]
