@@ -58,10 +58,14 @@ def configs(tokens: int, bits: FewBits) -> list[kernel.Config]:
 def compile_both(config: kernel.Config, bits: FewBits, arguments: tuple[Any, ...]) -> None:
     """Compiles both products; jax-triton keeps them, by shapes and constants."""
     x, gate_up, down, grouped, twos = arguments
-    groups = RowGroups(grouped[0][0], None, grouped[0][1])
+    sizes, tiles, order = grouped[0]
+    groups = RowGroups(sizes, None, tiles)
     inner = jax.ShapeDtypeStruct((x.shape[0], down[0].shape[2] * (1 if bits.form in EIGHT_BITS else 2)), jnp.bfloat16)
-    for rows, weights, activation, factors in ((x, gate_up, "silu", None), (inner, down, None, twos)):
-        operands = Operands(rows, Weights(*weights, None, None), groups, factors)
+    for rows, weights, activation, factors, indices in (
+        (x, gate_up, "silu", None, order),
+        (inner, down, None, twos, None),
+    ):
+        operands = Operands(rows, Weights(*weights, None, None), groups, factors, indices)
         options = Options(bits.form, bits.group, activation)
         run = partial(kernel.quantized_grouped_product, options=options, config=config)
         jax.jit(run).lower(operands)

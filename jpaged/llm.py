@@ -348,13 +348,13 @@ class LLM(ExplainsMissing):
             request_ids = [next(self._request_ids) for _ in prompt_list]
             checked: deque[tuple[Request, ProcessedInput]] = deque()
             for i, prompt in enumerate(prompt_list):  # all, before any is queued: a replica begins with it at once
-                with self._between_steps, _naming(i, prompt_list):
+                with self._between_steps, _Naming(i, prompt_list):
                     checked.append(self.engine.check_request(request_ids[i], prompt, params[i], priority=priorities[i]))
                 if interrupt.requested:
                     raise KeyboardInterrupt
             try:
                 for i in range(len(prompt_list)):
-                    with self._between_steps, _naming(i, prompt_list):
+                    with self._between_steps, _Naming(i, prompt_list):
                         self.engine.queue(*checked.popleft())
                     if interrupt.requested:
                         raise KeyboardInterrupt
@@ -662,13 +662,21 @@ def _interruptible() -> Iterator[Interruptible]:
         raise KeyboardInterrupt
 
 
-@contextmanager
-def _naming(i: int, prompts: Sequence[Prompt]) -> Iterator[None]:
-    """Errors raised inside name prompts[i], unless it is the only prompt."""
-    try:
-        yield
-    except (InvalidPromptError, InvalidParameterError, OutOfMemoryError) as error:
-        raise type(error)(f"prompts[{i}]: {error}" if len(prompts) > 1 else str(error)) from error
+class _Naming:
+    """Errors raised inside name prompts[i], unless it is the only prompt.
+
+    It is no `@contextmanager`: since Python 3.12 a generator that raises another error keeps the first one in a cycle.
+    """
+
+    def __init__(self, i: int, prompts: Sequence[Prompt]) -> None:
+        self._i, self._number = i, len(prompts)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, InvalidPromptError | InvalidParameterError | OutOfMemoryError):
+            raise type(error)(f"prompts[{self._i}]: {error}" if self._number > 1 else str(error)) from error
 
 
 class _FairLock:

@@ -116,7 +116,7 @@ def test_experts_in_few_bits_are_as_many_bytes_as_their_floor_counts_and_give_wh
     assert [one.std() * one.shape[2] ** 0.5 for one in wide] == pytest.approx([1, 1], rel=0.5)
     owner = np.sort(few.draw(0, tokens).ravel())
     wanted = []
-    for row, expert in zip(np.asarray(x, np.float64), owner, strict=True):
+    for row, expert in zip(np.asarray(x, np.float64)[np.asarray(grouped[0][2])], owner, strict=True):
         gate, up = np.split(wide[0][expert] @ row, 2)
         wanted.append(2 * wide[1][expert] @ (gate / (1 + np.exp(-gate)) * up))
     np.testing.assert_allclose(np.asarray(program(*arguments), np.float64), wanted, atol=0.1, rtol=0.05)

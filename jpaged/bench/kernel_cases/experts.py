@@ -133,14 +133,18 @@ def _tiled(drawn: np.ndarray, experts: int, height: int) -> tuple[jax.Array, Row
 def quantized_experts_case(
     tokens: int, bits: FewBits, e: Experts, backend: str | None, height: int | None = None
 ) -> Built:
-    """As `experts_case`, in few bits. height: of tiles; None for the one that is best."""
+    """As `experts_case`, in few bits, but the first product reads rows in an order of their own, as those of tokens.
+
+    height: of tiles; None for the one that is best.
+    """
     gate_up = bits.random(0, e.experts, 2 * e.inner, e.hidden)
     down = bits.random(1, e.experts, e.hidden, e.inner)
     # Eight draws of one token are few enough experts in 4 bits to stay in an L2 cache.
     draws = _DRAWS if tokens > 1 else 4 * _DRAWS
     rows = tokens * e.per_token
     height = height or quantized_tile_height(rows, e.experts, has_groups=bits.group is not None)
-    grouped = [_tiled(e.draw(seed, tokens), e.experts, height) for seed in range(draws)]
+    orders = (jnp.asarray(np.random.default_rng(seed).permutation(rows), jnp.int32) for seed in range(draws))
+    grouped = [(*_tiled(e.draw(seed, tokens), e.experts, height), order) for seed, order in enumerate(orders)]
     x = normal(2, (rows, e.hidden), jnp.bfloat16)
     product: Callable[..., jax.Array] = partial(
         ops.quantized_grouped_product, form=bits.form, group=bits.group, backend=backend
@@ -148,8 +152,8 @@ def quantized_experts_case(
 
     @jax.jit
     def program(x: jax.Array, gate_up: tuple, down: tuple, grouped: list[tuple], twos: jax.Array) -> jax.Array:
-        for sizes, tiles in grouped:
-            inner = product(x, *gate_up, sizes, tiles=tiles, activation="silu")
+        for sizes, tiles, order in grouped:
+            inner = product(x, *gate_up, sizes, tiles=tiles, row_indices=order, activation="silu")
             x = product(inner, *down, sizes, tiles=tiles, weights=twos)
         return x
 
