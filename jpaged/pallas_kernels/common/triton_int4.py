@@ -62,8 +62,8 @@ _EIGHT_RAISED = tl.constexpr("""
 
 @triton.jit
 def raised_halves(packed, DTYPE: tl.constexpr, IN_REGISTERS: tl.constexpr):
-    """uint8 -> the lower and the upper four bits, and RAISED, as of `halves`, but without a subtraction: who adds up
-    products with them takes the sum of the other factors, RAISED times, away from theirs."""
+    """uint8 -> the lower and the upper four bits, plus RAISED: `halves` without its subtraction. A sum of products with
+    them is too large by RAISED times the sum of the other factors."""
     if IN_REGISTERS and DTYPE.is_bf16():
         lower, upper = tl.inline_asm_elementwise(
             _EIGHT_RAISED, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4

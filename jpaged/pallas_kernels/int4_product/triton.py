@@ -13,7 +13,7 @@ an input beyond 2e36 may make them NaN. E2M1 values times their scales in e4m3 (
 of them are taken at a time, and what an output's scales are divided by divides its sum.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -41,8 +41,8 @@ _NV_STEP = 128
 class Config:
     """How the kernel is cut and compiled. rows, columns: of a CTA. warps: of it. stages: iterations in flight or
     in use. side: groups of a step, a power of two. unroll: steps of an iteration if the groups are a multiple of
-    so many; otherwise 1, and stages are as many more. splits: parts of the inputs, whose sums are added up; None
-    chooses. NVFP4 heeds none of these three."""
+    so many; otherwise 1, and a stage more for each step less. splits: parts of the inputs, whose sums are added
+    up; None chooses. NVFP4 heeds none of these three."""
 
     rows: int
     columns: int
@@ -100,23 +100,23 @@ def int4_product(operands: Operands, *, group: int, dtype: Any, config: Config |
     config = config or default_config(rows, nvfp4=outer is not None)
     strips = triton.cdiv(columns, config.columns)
     ctas = strips * triton.cdiv(rows, config.rows)
-    unroll = 1 if outer is not None or (depth // group) % (config.side * config.unroll) else config.unroll
-    launch = Launch((ctas,), config.warps, config.stages + config.unroll - unroll)
     out = jax.ShapeDtypeStruct((rows, columns), dtype)
     constants: dict[str, Any] = {"M": rows, "K": depth, "N": columns, "GROUP": group, "STRIPS": strips}
     constants |= {"ROWS": config.rows, "COLUMNS": config.columns, "IN_REGISTERS": runs_assembly()}
     if outer is not None:
         del constants["GROUP"]
         constants["STEP"] = _NV_STEP
+        launch = Launch((ctas,), config.warps, config.stages)
         (y,) = call(_nvfp4_product, launch, x, w, as_bits(scale), outer, out=[out], **constants)
         return y
     groups = depth // group
+    unroll = 1 if groups % (config.side * config.unroll) else config.unroll
     of_iteration = config.side * unroll
     splits = config.splits or splits_of(ctas, groups // of_iteration)
     split = triton.cdiv(triton.cdiv(groups, splits), of_iteration) * of_iteration
     splits = triton.cdiv(groups, split)
     constants |= {"ZEROS": zero is not None, "SPLIT": split, "SIDE": config.side, "UNROLL": unroll}
-    launch = replace(launch, grid=(ctas, splits))
+    launch = Launch((ctas, splits), config.warps, config.stages + config.unroll - unroll)
     parts = jax.ShapeDtypeStruct((splits, rows, columns), dtype if splits == 1 else jnp.float32)
     (y,) = call(_int4_product, launch, x, w, scale, w if zero is None else zero, out=[parts], **constants)
     return y[0] if splits == 1 else jnp.sum(y, axis=0).astype(dtype)

@@ -53,7 +53,7 @@ class Config:
     """How the kernel is cut and compiled. rows: of a tile, at most. outputs: of a strip, of gate and of up each; twice
     as many without them. depth: inputs of a step in 8 bits. warps: of a CTA. stages: iterations in flight or in use.
     unroll: steps of an iteration if K is a multiple of so many, for larger pieces of an output's weights to be read at
-    once; otherwise 1, and stages are as many more."""
+    once; otherwise 1, and a stage more for each step less."""
 
     rows: int
     outputs: int
