@@ -42,7 +42,7 @@ from jpaged.pallas_kernels.sample_tokens import triton as sampling
 from jpaged.pallas_kernels.sample_tokens.operands import Operands as Draws
 
 DECODE_CASES = ((64, 4096), (256, 1024), (16, 4096), (8, 16384), (32, 1024))
-LATENT_CASES = ((256, 512), (32, 2048), (8, 16384))
+LATENT_CASES = ((256, 512), (32, 512), (32, 2048), (8, 16384))
 RAGGED_CASES = ((16, 1024), (4, 4096), (1, 16384))
 SAMPLING_CASES = ((256, 0.95), (1, 0.95), (256, 1.0))  # rows, top_p
 SAMPLING_CUTS = ((512, 2048), (256, 2048), (256, 4096), (512, 4096), (1024, 4096))
@@ -67,6 +67,7 @@ def decode_configs(head_dim: int, pool: str) -> list[Config]:
     """Candidates: of head_dim 128, or with tiles of the same size."""
     if pool == "latents":
         shapes = [(32, 8, 3, 1), (32, 8, 5, 1), (32, 8, 7, 1), (64, 8, 3, 1), (64, 8, 5, 1), (16, 8, 7, 1)]
+        shapes += [(64, 8, 3, 2), (32, 8, 3, 2), (32, 8, 5, 2)]
         return [decode.Config(*one) for one in [*shapes, (32, 16, 5, 1), (64, 16, 5, 1)]]
     if pool == "fp8":
         shapes = [(64, 4, 3, 2), (64, 4, 3, 3), (64, 4, 5, 3), (64, 2, 3, 4), (64, 2, 5, 4), (128, 4, 3, 2)]

@@ -44,6 +44,7 @@ from jpaged.executor.start.memory import (
 )
 from jpaged.executor.start.on_first_use import OnFirstUse, compiles_on_first_use
 from jpaged.executor.start.one_shot import one_shot_rows
+from jpaged.executor.start.room import with_room
 from jpaged.executor.start.shapes import (
     cut_into_pages,
     executor_config,
@@ -59,7 +60,7 @@ from jpaged.executor.start.started import Startup, whence
 from jpaged.executor.start.weights import CheckpointReader, fill_weights
 from jpaged.executor.start.worker_threads import WorkerThreads
 from jpaged.executor.step.compiled import CompiledProgram
-from jpaged.executor.step.held import Held, initial_held
+from jpaged.executor.step.held import initial_held
 from jpaged.executor.step.kinds import first_programs
 from jpaged.executor.step.program import Setup
 from jpaged.executor.step.runner import Runner
@@ -256,7 +257,8 @@ def _start_on(
     with _timed(seconds, "warm up"):
         pages = VirtualMemory(setup.cache, mesh) if isinstance(setup.cache, VirtualCache) else None
         pools = None if pages is None else pages.pools
-        held = with_room(partial(initial_held, setup, mesh, weights, pools), memory.pool, args)
+        make = partial(initial_held, setup, mesh, pools=pools)
+        held = with_room(make, weights, memory.pool, args)
         runner = Runner(setup, programs, held, pages, on_first_use)
         runner.warm_up()
         if pages is not None:
@@ -280,27 +282,6 @@ def _start_on(
         has_given_weights=has_given,
         on_first_use=on_first_use,
     )
-
-
-def with_room(make: Callable[[], Held], pool_bytes: int, args: EngineArgs) -> Held:
-    """What a runner begins with, on the device.
-
-    Raises:
-        OutOfMemoryError: its KV pool, of so many bytes a device, does not fit, although it should: others have taken
-            memory, or what is free is in pieces.
-    """
-    try:
-        held = make()
-        jax.block_until_ready(held["pools"])
-        return held
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise OutOfMemoryError(
-            f"The device has no room for a KV pool of {pool_bytes / 2**30:.2f} GiB any more, or not in large enough"
-            f" pieces. Lower gpu_memory_utilization, which is {args.gpu_memory_utilization:g}, or stop what else uses"
-            " the device."
-        ) from error
 
 
 def _as_loaded(weights: Weights, progress: bool) -> Weights:

@@ -10,14 +10,12 @@ from unittest import mock
 import jax
 import pytest
 
-from jpaged.api.config import EngineArgs
 from jpaged.api.errors import OutOfMemoryError
 from jpaged.executor.config import ExecutorConfig
 from jpaged.executor.mesh import DeviceMesh
 from jpaged.executor.start import memory
 from jpaged.executor.start.compilation import Compiler
 from jpaged.executor.start.memory import CPU_POOL_BYTES, MemoryPlan, plan_memory
-from jpaged.executor.start.startup import with_room
 from jpaged.executor.step.program import Setup
 from jpaged.models import ModelConfig, build
 from tests.tiny_models import tiny_model
@@ -199,17 +197,3 @@ def test_where_the_driver_says_nothing_jaxs_own_fraction_tells_the_size_of_the_d
     assert memory.free_device_memory(jax.devices()[0], 0.9) is None
     monkeypatch.setattr(memory, "free_and_total", lambda ordinal: None)
     assert memory.unreserved_device_memory(gpu) == 40 * GIB
-
-
-@pytest.mark.parametrize("at_once", [True, False])
-def test_a_pool_that_the_device_cannot_hold_in_one_piece_is_an_error_that_says_what_to_do(at_once):
-    """Whether JAX says so when the pool is made, or when it is waited for."""
-
-    def fail() -> None:
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 3.00GiB")
-
-    def make() -> dict[str, Any]:
-        return fail() if at_once else {"pools": SimpleNamespace(block_until_ready=fail)}
-
-    with pytest.raises(OutOfMemoryError, match=r"3\.00 GiB .* gpu_memory_utilization, which is 0\.9"):
-        with_room(make, 3 * GIB, EngineArgs(model="model", gpu_memory_utilization=0.9))
