@@ -73,13 +73,15 @@ def rounding_attend(
     """`dense_causal_attend` of keys and values as a pool in FP8 keeps them. scales: of this layer and those behind."""
     q, *both = split_qkv(qkv, rotation=rotation, norms=norms, norm_eps=norm_eps)
     tokens, kv_heads, slots, head_dim = qkv.shape
-    kept = [
-        (jnp.clip(x.astype(jnp.float32) / by, -FP8_MAX, FP8_MAX).astype(jnp.float8_e4m3fn).astype(jnp.float32) * by)
-        for x, by in zip(both, next(scales), strict=True)
-    ]
+    kept = [_rounded(x.astype(jnp.float32) / by) * by for x, by in zip(both, next(scales), strict=True)]
     k, v = (x.astype(qkv.dtype)[:, :, None] for x in kept)
     q = q.reshape(tokens, kv_heads, slots - 2, head_dim)
     return models.dense_causal_attend(jnp.concatenate([q, k, v], axis=2), **features)
+
+
+def _rounded(x: jax.Array) -> jax.Array:
+    """float32, each the nearest of e4m3. Without the barrier XLA for GPUs drops both conversions."""
+    return jax.lax.optimization_barrier(jnp.clip(x, -FP8_MAX, FP8_MAX).astype(jnp.float8_e4m3fn)).astype(jnp.float32)
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
         "--workload",
         action="append",
         choices=(*WORKLOADS, "all"),
-        help="by name; may be repeated; sets all that follows",
+        help="by name; may be repeated; in place of --dataset, and of the numbers and sampling options that go with it",
     )
     result.add_argument(
         "--dataset",
@@ -91,6 +91,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     check_least(args, runs=1, num_prompts=1, input_len=1, output_len=1, prefix_len=1)
+    _check_no_option_is_ignored(args)
     if args.unseen_schemas and args.structured is None:
         raise InvalidParameterError("--unseen-schemas needs --structured.")
     if args.profile and args.data_parallel_size > 1:
@@ -128,6 +129,19 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         write_report(args.json, "throughput", vars(args) | {"startup_s": startup_s}, figures)
     return 0
+
+
+def _check_no_option_is_ignored(args: argparse.Namespace) -> None:
+    """Raises InvalidParameterError: there is a workload, and an option that it sets itself."""
+    if not args.workload:
+        return
+    of_requests = ("dataset", "dataset_path", "num_prompts", "input_len", "output_len", "prefix_len")
+    for name in (*of_requests, "temperature", "top_p"):
+        if getattr(args, name) != parser().get_default(name):
+            raise InvalidParameterError(
+                f"--{name.replace('_', '-')} does not go with --workload {args.workload[0]}, which sets it;"
+                " use --dataset and its options instead."
+            )
 
 
 def _workloads(args: argparse.Namespace) -> dict[str, Workload]:

@@ -135,3 +135,9 @@ def test_a_workload_that_the_engine_cannot_take_is_refused_before_any_is_measure
     with pytest.raises(InvalidParameterError, match=f"'random' has {longest} tokens, .*--max-model-len {longest} or"):
         main([*arguments, "--output-len", "5"])
     assert "output tokens/s" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", [("--temperature", "1"), ("--num-prompts", "7"), ("--dataset", "sharegpt-like")])
+def test_options_that_a_workload_sets_are_refused_beside_it(option):
+    with pytest.raises(InvalidParameterError, match=f"{option[0]} does not go with --workload batch-32, which sets it"):
+        main(["--model", "qwen3-0.6b", "--load-format", "dummy", "--workload", "batch-32", *option])
