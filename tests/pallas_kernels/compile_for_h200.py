@@ -89,6 +89,11 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
         call = partial(ops.decode_attention, backend="hopper", return_lse=True, **options)
         arguments = (Shape((16, heads, head_dim), dtype), pool, ids(16, 4096 // block_size), ids(16))
         yield f"decode {heads}/{kv_heads} D {head_dim} block {block_size}", call, arguments, False
+    for heads, head_dim, value_dim, block_size in ((16, 576, 512, 16), (128, 576, 512, 64), (20, 320, 256, 16)):
+        pool = Shape((4096, 1, 1, block_size, head_dim), jnp.bfloat16)
+        call = partial(ops.decode_attention, backend="hopper", return_lse=True, value_dim=value_dim)
+        arguments = (Shape((16, heads, head_dim), jnp.bfloat16), pool, ids(16, 4096 // block_size), ids(16))
+        yield f"decode {heads} over latents of {head_dim} block {block_size}", call, arguments, False
     call = partial(ops.mixed_attention, backend="hopper")
     for rows, heads, kv_heads, blocks in ((256, 32, 8, 128), (332, 8, 2, 313)):
         pool = Shape((4096, 2, kv_heads, 16, 128), jnp.bfloat16)

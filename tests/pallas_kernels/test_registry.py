@@ -256,9 +256,14 @@ def test_on_hopper_triton_s_kernels_stand_in_for_latents_and_large_heads_alone(m
         assert op.pick(None, *of_latents).backend == "triton"
         assert op.pick(None, *large).backend == "triton"
         assert op.pick(None, *SHAPES).backend == "hopper"
-        with pytest.raises(ValueError, match="it takes keys and values apart"):
-            op.pick("hopper", *of_latents)
-    assert registry._OPS["decode_attention"].pick(None, *wide).backend == "xla", "as before there was such a thing"
+    decode = registry._OPS["decode_attention"]
+    assert decode.pick("hopper", *of_latents).backend == "hopper", "where it is forced"
+    with pytest.raises(ValueError, match="it takes keys and values apart"):
+        registry._OPS["ragged_attention"].pick("hopper", *of_latents)
+    odd = (jax.ShapeDtypeStruct((3, 16, 144), jnp.bfloat16), jax.ShapeDtypeStruct((9, 1, 1, 16, 144), jnp.bfloat16))
+    with pytest.raises(ValueError, match=r"latents of 144 columns, 128 of them values, are not of 64s"):
+        decode.pick("hopper", *odd, 128)
+    assert decode.pick(None, *wide).backend == "xla", "as before there was such a thing"
     for name in ("write_kv", "copy_blocks", "gather_blocks", "scatter_blocks"):
         assert registry._OPS[name].pick(None, latents).backend == "triton"
         assert registry._OPS[name].pick(None, POOL).backend == "hopper"

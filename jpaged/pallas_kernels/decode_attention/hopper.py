@@ -23,6 +23,9 @@ A CTA is three warpgroups:
 The consumer never waits for memory: that is what the finisher is for. All products have keys or head_dim as their rows,
 64 of which wgmma insists on, and the group's query heads as their 8 (to 32) columns: little is computed for padding.
 
+Of latents (MLA, arXiv:2405.04434), values are the first columns of keys: there is one ring, and a tile is free when its
+values have been multiplied.
+
 A chunk's result is the fold of its leaves' results in order, whether one CTA computes them all or the CTA that finishes
 the chunk's last leaf collects them from memory, and a sequence's is the fold of its chunks': so its bits depend neither
 on the batch nor on who came last.
@@ -54,17 +57,20 @@ from jpaged.pallas_kernels.decode_attention.plan import Cuts, Plan, max_chunks, 
 from jpaged.pallas_kernels.devices import num_multiprocessors
 
 HEAD_DIMS = (64, 128, 256)  # rows of a wgmma are 64; others go to the kernel that has the heads as rows
+_MOST_OF_LATENTS = (576, 512)  # columns of a latent, and of its value
 BLOCK_SIZES = (16, 32, 64, 128)
 
 _NO_KEYS = -1e30  # running maxima start here, so that no inf - inf is ever formed
 _SMEM_BYTES = 227 * 1024 - 2048  # of a CTA, less a margin
 _Q_TILE = 8  # query heads: columns of the narrowest wgmma, and what one TMA copy moves
 _MAX_COLUMNS = 32  # at head_dim 256 the consumer's state and its leaf's take 64 registers of a thread each then
+_MAX_COLUMNS_OF_LATENTS = 16  # as many registers at 512 columns of values
 _FOLD_ELEMENTS = 128 * 63  # of partial results whose loads are in flight together: less than 64 registers a thread
 _REDUCTION_BYTES = WARPGROUP * 2 * 4  # two columns a thread; of the consumer alone, since others would use the same
 _CONSUMER, _PRODUCER, _FINISHER = range(3)  # warpgroups
 # Registers of a thread: together what the three start with, 168 each.
 _REGISTERS = {_CONSUMER: 232, _PRODUCER: 72, _FINISHER: 200}
+_REGISTERS_OF_LATENTS = {_CONSUMER: 224, _PRODUCER: 40, _FINISHER: 240}
 
 
 @dataclass(frozen=True)
@@ -81,32 +87,41 @@ class Config(Cuts):
     handovers: int = 2
 
 
-def default_config(head_dim: int, columns: int) -> Config:
-    """The measured best for a head_dim and so many columns of query heads."""
+def default_config(head_dim: int, columns: int, value_dim: int | None = None) -> Config:
+    """The measured best for a head_dim and so many columns of query heads. value_dim: of latents; not measured."""
     ctas = num_multiprocessors()
     tile = 128 if head_dim == 64 else 64
-    state = columns * (head_dim + 2) * 4
+    state = columns * ((value_dim or head_dim) + 2) * 4
     handovers = 2 if state <= 16 * 1024 else 1
     # Queries, P, states; then the scratch of reductions, the table, maxima, sums and the barriers, for each of which
     # Mosaic takes 1 KiB at least.
     other = columns * 2 * (2 * head_dim + tile) + handovers * state + 5 * 1024
     most = {64: 6, 256: 2}.get(head_dim, 3)  # deeper rings measured slower: loads queue up behind each other
-    stages = min(most, (_SMEM_BYTES - other) // (tile * head_dim * 4))
+    rings = 2 if value_dim is None else 1
+    stages = min(most, (_SMEM_BYTES - other) // (tile * head_dim * 2 * rings))
     return Config(tile=tile, leaf=128, chunk=2048, ctas=ctas, stages=stages, handovers=handovers)
 
 
 def unsupported(q: jax.Array, kv_pool: jax.Array, value_dim: int | None = None) -> str | None:
     """Why the kernel cannot take these (already checked) arguments; None if it can."""
-    if value_dim is not None:
-        return "it takes keys and values apart, not latents"
     _, _, _, block_size, head_dim = kv_pool.shape
     if kv_pool.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {kv_pool.dtype} is not bfloat16 or float16"
-    if head_dim not in (*HEAD_DIMS, *heads_as_rows.HEAD_DIMS):
+    if value_dim is not None:
+        most = _MOST_OF_LATENTS
+        if head_dim % 64 or value_dim % 64 or head_dim > most[0] or value_dim > most[1]:
+            return f"latents of {head_dim} columns, {value_dim} of them values, are not of 64s up to {most}"
+    elif head_dim not in (*HEAD_DIMS, *heads_as_rows.HEAD_DIMS):
         return f"head_dim {head_dim} is not one of {sorted((*HEAD_DIMS, *heads_as_rows.HEAD_DIMS))}"
     if block_size not in BLOCK_SIZES:
         return f"block size {block_size} is not one of {BLOCK_SIZES}"
     return None
+
+
+def worthwhile(q: jax.Array, kv_pool: jax.Array, value_dim: int | None = None) -> bool:
+    """Over latents it has not run on a GPU: Triton's is taken unless this one is forced."""
+    del q, kv_pool
+    return value_dim is None
 
 
 @partial(jax.jit, static_argnames=("features", "config", "interpret"))
@@ -120,13 +135,14 @@ def decode_attention(
     """
     q, kv_pool, block_tables, kv_lens, alibi_slopes = operands
     batch, heads, head_dim = q.shape
-    if head_dim not in HEAD_DIMS:
+    value_dim = features.value_dim
+    if value_dim is None and head_dim not in HEAD_DIMS:
         return heads_as_rows.decode_attention(operands, features)
     _, _, kv_heads, block_size, _ = kv_pool.shape
-    rows, columns = group_rows(heads // kv_heads)
+    rows, columns = group_rows(heads // kv_heads, _MAX_COLUMNS if value_dim is None else _MAX_COLUMNS_OF_LATENTS)
     groups = heads // rows
     if config is None:
-        config = default_config(head_dim, columns)
+        config = default_config(head_dim, columns, value_dim)
     max_len = block_tables.shape[1] * block_size
     slots = max_chunks(max_len, config.chunk, features.sliding_window)
     s = _Shape.of(
@@ -148,7 +164,7 @@ def decode_attention(
     tiles = jnp.pad(flat, ((0, -(batch * heads) % _Q_TILE), (0, 0))).reshape(-1, _Q_TILE, head_dim)
     pool = kv_pool.reshape(-1, s.box, head_dim)
     out, lse = _launch(s, tiles, pool, block_tables, work, slopes, interpret)
-    return out.reshape(batch, heads, head_dim), lse.reshape(batch, heads)
+    return out.reshape(batch, heads, s.value_dim), lse.reshape(batch, heads)
 
 
 def bytes_of_parts(q: jax.Array, kv_pool: jax.Array, blocks: int, features: Features) -> int:
@@ -160,8 +176,8 @@ def bytes_of_parts(q: jax.Array, kv_pool: jax.Array, blocks: int, features: Feat
     return slots * heads // rows * columns * (head_dim + 2) * 4 if slots > 1 else 0
 
 
-def group_rows(share: int) -> tuple[int, int]:
-    """(query heads of a group, columns of a tile that holds them), for `share` query heads a KV head.
+def group_rows(share: int, most: int = _MAX_COLUMNS) -> tuple[int, int]:
+    """(query heads of a group, columns of a tile that holds them, at most so many), for `share` query heads a KV head.
 
     The heads of all sequences stand one after another and tiles of queries start at multiples of 8: a group that does
     not needs columns for the heads before it, which are computed in vain.
@@ -171,7 +187,7 @@ def group_rows(share: int) -> tuple[int, int]:
         most_before = _Q_TILE - math.gcd(rows, _Q_TILE)
         return -(-(most_before + rows) // _Q_TILE) * _Q_TILE
 
-    rows = max(r for r in range(1, share + 1) if share % r == 0 and columns(r) <= _MAX_COLUMNS)
+    rows = max(r for r in range(1, share + 1) if share % r == 0 and columns(r) <= most)
     return rows, columns(rows)
 
 
@@ -201,13 +217,13 @@ class _Shape(DecodeShape):
 def _launch(
     s: _Shape, q: jax.Array, pool: jax.Array, tables: jax.Array, work: Plan, slopes: jax.Array, interpret: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """The kernel: [batch * heads, head_dim] and its log-sum-exp, float32 [batch * heads]; arrays as in `_Arguments`."""
+    """The kernel: [batch * heads, value_dim] and log-sum-exps, float32 [batch * heads]; arrays as in `_Arguments`."""
     # Arrivals are counted from zero at each call; the compiler zeroes the counters of all calls of a program at once.
     counters = jax.new_ref(jnp.zeros(((s.cuts + s.batch) * s.groups,), jnp.int32))
     out, lse, *_ = plgpu.kernel(
         partial(_kernel, s),
         out_type=[
-            jax.ShapeDtypeStruct((s.batch * s.heads, s.head_dim), s.dtype),
+            jax.ShapeDtypeStruct((s.batch * s.heads, s.value_dim), s.dtype),
             jax.ShapeDtypeStruct((s.batch * s.heads,), jnp.float32),
             _states(s, jax.ShapeDtypeStruct, max(1, s.cuts * s.groups * s.config.most_leaves)),
             _states(s, jax.ShapeDtypeStruct, s.batch * s.slots * s.groups if s.slots > 1 else 1),
@@ -229,7 +245,7 @@ def _launch(
 
 
 class _State(NamedTuple):
-    """Attention to some keys, not normalised: acc [head_dim, columns] sums 2^(score - top) of the values, total
+    """Attention to some keys, not normalised: acc [value_dim, columns] sums 2^(score - top) of the values, total
     [columns] of 1; top [columns] is the greatest score, all in base 2."""
 
     acc: Any
@@ -240,20 +256,20 @@ class _State(NamedTuple):
 def _states(s: _Shape, kind: Callable[..., Any], count: int) -> _State:
     """So many states, float32, in memory of a kind."""
     per_head = kind((count, s.columns), jnp.float32)
-    return _State(kind((count, s.head_dim, s.columns), jnp.float32), per_head, per_head)
+    return _State(kind((count, s.value_dim, s.columns), jnp.float32), per_head, per_head)
 
 
 class _Arguments(NamedTuple):
     """The call's arrays in global memory."""
 
     q: Any  # [tiles, 8, head_dim]: the heads of all sequences, one after another
-    pool: Any  # [num_blocks * 2 * kv_heads * boxes of a block, box, head_dim]
+    pool: Any  # [num_blocks * arrays * kv_heads * boxes of a block, box, head_dim]
     tables: Any  # int32 [batch, blocks of a sequence]
     units: Any  # as in `Plan`
     num_units: Any
     slopes: Any  # float32 [8 + heads + 32]: those of the heads from 8 on
     counters: Any  # int32 [(cuts + batch) * groups]: leaves of a cut chunk that are done; chunks of a sequence
-    out: Any  # [batch * heads, head_dim]
+    out: Any  # [batch * heads, value_dim]
     lse: Any  # float32 [batch * heads]
     leaf_parts: _State  # [cuts * groups * most_leaves, ..]: a chunk's leaves one behind the other
     chunk_parts: _State  # [batch * slots * groups, ..]
@@ -267,7 +283,7 @@ class _Scratch(NamedTuple):
 
     q_s: Any  # [q_stages, columns, head_dim]
     k_s: Any  # [stages, tile, head_dim], as v_s
-    v_s: Any
+    v_s: Any  # nothing of latents, as its barriers
     p_s: Any  # [columns, tile]: P, as wgmma takes its second operand from shared memory only; the consumer's own
     table_s: Any  # int32 [128]: the producer's own
     handover_s: _State  # [handovers, ..]
@@ -279,20 +295,21 @@ class _Scratch(NamedTuple):
 def _scratch(s: _Shape) -> _Scratch:
     tile, stages, q_stages, handovers = s.config.tile, s.config.stages, s.config.q_stages, s.config.handovers
     ring = swizzled((stages, tile, s.head_dim), s.dtype)
+    full, free = plgpu.Barrier(num_barriers=stages, num_arrivals=s.boxes), plgpu.Barrier(num_barriers=stages)
     return _Scratch(
         q_s=swizzled((q_stages, s.columns, s.head_dim), s.dtype),
         k_s=ring,
-        v_s=ring,
+        v_s=() if s.latent else ring,
         p_s=swizzled((s.columns, tile), s.dtype),
         table_s=plgpu.SMEM((WARPGROUP,), jnp.int32),
         handover_s=_states(s, plgpu.SMEM, handovers),
         loads=Loads(
             q_full=plgpu.Barrier(num_barriers=q_stages, num_arrivals=s.columns // _Q_TILE),
             q_free=plgpu.Barrier(num_barriers=q_stages),
-            k_full=plgpu.Barrier(num_barriers=stages, num_arrivals=s.boxes),
-            v_full=plgpu.Barrier(num_barriers=stages, num_arrivals=s.boxes),
-            k_free=plgpu.Barrier(num_barriers=stages),
-            v_free=plgpu.Barrier(num_barriers=stages),
+            k_full=full,
+            v_full=() if s.latent else full,
+            k_free=free,
+            v_free=() if s.latent else free,
         ),
         handed=plgpu.Barrier(num_barriers=handovers),
         taken=plgpu.Barrier(num_barriers=handovers),
@@ -371,7 +388,8 @@ def _kernel(s: _Shape, *refs: Any) -> None:
 
 
 def _play(c: _Cta, role: int, run: Callable[[_Cta], None]) -> None:
-    c.shape.gpu.set_registers(_REGISTERS[role], "decrease" if role == _PRODUCER else "increase")
+    registers = _REGISTERS_OF_LATENTS if c.shape.latent else _REGISTERS
+    c.shape.gpu.set_registers(registers[role], "decrease" if role == _PRODUCER else "increase")
     run(c)
 
 
@@ -382,6 +400,7 @@ def _produce(c: _Cta) -> None:
     says where it is, two.
     """
     s, smem = c.shape, c.smem
+    loaded = ("keys", "queries") if s.latent else ("keys", "values", "queries")
 
     def load_unit(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         step, table, u, ahead = carry
@@ -392,7 +411,7 @@ def _produce(c: _Cta) -> None:
         plgpu.commit_smem()
         next_table = _fetch_table(c, ahead)
         next_ahead = c.unit(i + 2)
-        s.gpu.in_warps(partial(_load_unit, c, u, i, source, step), "keys", "values", "queries")
+        s.gpu.in_warps(partial(_load_unit, c, u, i, source, step), *loaded)
         return step + source.tiles, next_table, ahead, next_ahead
 
     u, ahead = c.unit(jnp.int32(0)), c.unit(jnp.int32(1))
@@ -400,7 +419,7 @@ def _produce(c: _Cta) -> None:
     step, *_ = lax.fori_loop(0, c.mine, load_unit, (jnp.int32(0), _fetch_table(c, u), u, ahead))
     # No barrier may have an arrival outstanding when the CTA ends. Each thread counts the phases of a barrier that it
     # has waited for itself, so every warp waits for its own.
-    s.gpu.in_warps(partial(_drain, c, step), "keys", "values", "queries")
+    s.gpu.in_warps(partial(_drain, c, step), *loaded)
 
 
 def _drain(c: _Cta, steps: jax.Array, what: Sequence[str]) -> None:
@@ -492,7 +511,8 @@ def _load_tile(c: _Cta, source: _Source, nth: jax.Array, step: jax.Array, rings:
         entry = lax.div(position, s.block_size) - source.first_entry
         entry = jnp.minimum(entry, WARPGROUP - 1)
         part = lax.rem(lax.div(position, s.box), s.boxes_a_block)
-        boxes.append((c.smem.table_s[entry] * (2 * s.kv_heads) + source.kv_head) * s.boxes_a_block + part)
+        arrays = 1 if s.latent else 2
+        boxes.append((c.smem.table_s[entry] * (arrays * s.kv_heads) + source.kv_head) * s.boxes_a_block + part)
     for ring in rings:
 
         @pl.when(step >= s.config.stages)
@@ -509,7 +529,7 @@ def _load_tile(c: _Cta, source: _Source, nth: jax.Array, step: jax.Array, rings:
                 lax.cond(start + j * s.box < source.end, copy, partial(plgpu.barrier_arrive, ring.full.at[stage]))
 
 
-_ROWS_BY_HEADS = plgpu.Layout.WGMMA  # of every product: [keys or head_dim, columns]
+_ROWS_BY_HEADS = plgpu.Layout.WGMMA  # of every product: [keys or value_dim, columns]
 _BY_HEAD = _ROWS_BY_HEADS.reduce(0)
 
 
@@ -523,7 +543,7 @@ def _across(x: jax.Array, rows: int) -> jax.Array:
 
 def _nothing_seen(s: _Shape) -> _State:
     """Attention to no keys."""
-    acc = plgpu.layout_cast(jnp.zeros((s.head_dim, s.columns), jnp.float32), _ROWS_BY_HEADS)
+    acc = plgpu.layout_cast(jnp.zeros((s.value_dim, s.columns), jnp.float32), _ROWS_BY_HEADS)
     return _State(acc, _by_head(s, _NO_KEYS), _by_head(s, 0.0))
 
 
@@ -562,23 +582,40 @@ def _consume(c: _Cta) -> None:
             start, stage = (first + n) * config.tile, lax.rem(step + n, config.stages)
             return _attend_tile(c, u, running, start, q_slot, stage, slopes)
 
-        def attend_leaf(k: jax.Array, state: _State) -> _State:
+        slot = lax.rem(i, config.handovers)
+
+        def attend_leaf(k: jax.Array) -> _State:
             totals = plgpu.layout_cast(jnp.zeros((config.tile, s.columns), jnp.float32), _ROWS_BY_HEADS)
             acc, top, _ = _nothing_seen(s)
             until = jnp.minimum((k + 1) * u.leaf_tiles, tiles)
             leaf = lax.fori_loop(k * u.leaf_tiles, until, attend_tile, _Running(acc, top, totals))
-            return _fold(state, _State(leaf.acc, leaf.top, leaf.totals.sum(axis=0)))
+            return _State(leaf.acc, leaf.top, leaf.totals.sum(axis=0))
 
-        state = lax.fori_loop(0, pl.cdiv(tiles, u.leaf_tiles), attend_leaf, _nothing_seen(s))
-        plgpu.barrier_arrive(smem.loads.q_free.at[q_slot])
+        def await_taken() -> None:
+            pl.when(i >= config.handovers)(lambda: plgpu.barrier_wait(smem.taken.at[slot]))
 
-        slot = lax.rem(i, config.handovers)
+        leaves = pl.cdiv(tiles, u.leaf_tiles)
+        if s.latent:  # registers hold a leaf's state and no other: the unit's is where it is handed over
 
-        @pl.when(i >= config.handovers)
-        def _wait_taken() -> None:
-            plgpu.barrier_wait(smem.taken.at[slot])
+            @pl.loop(0, jnp.maximum(leaves, 1))
+            def _fold_leaf(k: jax.Array) -> None:
+                leaf = attend_leaf(k)
 
-        _store_state(smem.handover_s, slot, state)
+                @pl.when(k == 0)
+                def _first() -> None:
+                    await_taken()
+                    _store_state(smem.handover_s, slot, _fold(_nothing_seen(s), leaf))
+
+                @pl.when(k > 0)
+                def _others() -> None:
+                    _store_state(smem.handover_s, slot, _fold(_load_state(smem.handover_s, slot), leaf))
+
+            plgpu.barrier_arrive(smem.loads.q_free.at[q_slot])
+        else:
+            state = lax.fori_loop(0, leaves, lambda k, state: _fold(state, attend_leaf(k)), _nothing_seen(s))
+            plgpu.barrier_arrive(smem.loads.q_free.at[q_slot])
+            await_taken()
+            _store_state(smem.handover_s, slot, state)
         plgpu.barrier_arrive(smem.handed.at[slot])
         return step + tiles, ahead
 
@@ -619,19 +656,24 @@ def _attend_tile(
         return scores_ref[...]
 
     scores = pl.run_scoped(product, plgpu.ACC((tile, s.columns), jnp.float32))
-    plgpu.barrier_arrive(smem.loads.k_free.at[stage])
+    if not s.latent:
+        plgpu.barrier_arrive(smem.loads.k_free.at[stage])
     scores = _mask(s, u, scores, start, slopes)
     new_top = jnp.maximum(top, scores.max(axis=0))
     shrink = jnp.exp2(top - new_top)
     p = jnp.exp2(scores - _across(new_top, tile))
     totals = totals * _across(shrink, tile) + p
-    acc = acc * _across(shrink, s.head_dim)
+    acc = acc * _across(shrink, s.value_dim)
     smem.p_s.T[...] = p.astype(s.dtype)
     plgpu.commit_smem()  # the tensor cores read shared memory through another proxy: a fence, and a barrier
-    plgpu.barrier_wait(smem.loads.v_full.at[stage])
-    _zero_unowned(c, u, start, stage)
-    acc = s.gpu.add_product(acc, smem.v_s.at[stage].T, smem.p_s.T)
-    plgpu.barrier_arrive(smem.loads.v_free.at[stage])
+    if s.latent:
+        values, free = smem.k_s.at[stage, :, pl.ds(0, s.value_dim)], smem.loads.k_free
+    else:
+        values, free = smem.v_s.at[stage], smem.loads.v_free
+        plgpu.barrier_wait(smem.loads.v_full.at[stage])
+    _zero_unowned(c, u, start, smem.k_s if s.latent else smem.v_s, stage)
+    acc = s.gpu.add_product(acc, values.T, smem.p_s.T)
+    plgpu.barrier_arrive(free.at[stage])
     return _Running(acc, new_top, totals)
 
 
@@ -648,7 +690,7 @@ def _mask(s: _Shape, u: _Unit, scores: jax.Array, start: jax.Array, slopes: jax.
     return jnp.where(seen, scores, jnp.full_like(scores, _NO_KEYS))
 
 
-def _zero_unowned(c: _Cta, u: _Unit, start: jax.Array, stage: jax.Array) -> None:
+def _zero_unowned(c: _Cta, u: _Unit, start: jax.Array, ring: Any, stage: jax.Array) -> None:
     """Zeroes values of the first and last tiles that the sequence does not own: they may be NaN, and 0 * NaN is NaN."""
     s, tile = c.shape, c.shape.config.tile
     first_seen = jnp.int32(0) if s.features.sliding_window is None else u.length - s.features.sliding_window
@@ -656,8 +698,8 @@ def _zero_unowned(c: _Cta, u: _Unit, start: jax.Array, stage: jax.Array) -> None
     @pl.when((start + tile > u.end) | (start < first_seen))
     def _zero() -> None:
         for r in range(0, tile, 64):
-            for d in range(0, s.head_dim, 64):  # in pieces, which need few registers
-                at = c.smem.v_s.at[stage, pl.ds(r, 64), pl.ds(d, 64)]
+            for d in range(0, s.value_dim, 64):  # in pieces, which need few registers
+                at = ring.at[stage, pl.ds(r, 64), pl.ds(d, 64)]
                 key = plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=_ROWS_BY_HEADS) + (start + r)
                 v = load(at, _ROWS_BY_HEADS)
                 at[...] = jnp.where((key < u.end) & (key >= first_seen), v, jnp.zeros_like(v))
@@ -738,7 +780,7 @@ def _is_last(c: _Cta, u: _Unit, parts: _Parts) -> jax.Array:
 
 def _fold_parts(s: _Shape, parts: _Parts) -> _State:
     """The fold of all parts in order, into nothing as the consumer folds leaves; several are loaded together."""
-    unroll = max(1, min(parts.most, 8, _FOLD_ELEMENTS // (s.head_dim * s.columns)))
+    unroll = max(1, min(parts.most, 8, _FOLD_ELEMENTS // (s.value_dim * s.columns)))
 
     def some(i: jax.Array, state: _State) -> _State:
         loaded = []
@@ -760,7 +802,7 @@ def _store(c: _Cta, to: _Heads, state: _State) -> None:
     s, gmem = c.shape, c.gmem
     seen = state.total > 0
     total = jnp.where(seen, state.total, jnp.full_like(state.total, 1.0))
-    out = (state.acc / _across(total, s.head_dim)).astype(s.dtype)
+    out = (state.acc / _across(total, s.value_dim)).astype(s.dtype)
     lse = (state.top + jnp.log2(total)) * (1 / LOG2E)
     lse = jnp.where(seen, lse, jnp.full_like(lse, -jnp.inf))
     s.gpu.store_heads(gmem.out, gmem.lse, out, lse, to.first, to.column, s.rows)

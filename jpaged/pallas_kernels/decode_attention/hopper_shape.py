@@ -18,6 +18,7 @@ LOG2E = math.log2(math.e)
 class DecodeShape:
     """Sizes and options of a call; `rows` query heads of one KV head make a group.
 
+    head_dim, value_dim: columns of a key, and of a value.
     slots: the most chunks that a sequence can touch. alibi: whether there are slopes. config: of the kernel.
     gpu: the primitives that the kernel calls: `hopper_primitives`, or `hopper_interpreted` on a CPU.
     """
@@ -29,6 +30,7 @@ class DecodeShape:
     slots: int
     block_size: int
     head_dim: int
+    value_dim: int
     dtype: Any
     features: Features
     alibi: bool
@@ -47,6 +49,7 @@ class DecodeShape:
             dtype=operands.q.dtype,
             block_size=block_size,
             head_dim=head_dim,
+            value_dim=features.value_dim or head_dim,
             features=features,
             alibi=operands.alibi_slopes is not None,
             **own,
@@ -59,6 +62,11 @@ class DecodeShape:
     @property
     def groups_a_kv_head(self) -> int:
         return self.groups // self.kv_heads
+
+    @property
+    def latent(self) -> bool:
+        """Whether values are the first columns of keys."""
+        return self.features.value_dim is not None
 
     @property
     def box(self) -> int:

@@ -25,7 +25,8 @@ OF_ANY_AGE = [0, *np.random.default_rng(0).integers(1, 600, 62), 2049]
 
 
 def check(lens, heads=16, kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16", backend="hopper", **options):
-    """Compares with float64 numpy where slots that no sequence owns are NaN, and two more calls with the first."""
+    """Compares with float64 numpy where slots that no sequence owns are NaN, and two more calls with the first.
+    value_dim: of a pool of latents."""
     world = make_world(
         3,
         lens,
@@ -34,11 +35,13 @@ def check(lens, heads=16, kv_heads=8, head_dim=128, block_size=16, dtype="bfloat
         block_size=block_size,
         dtype=dtype,
         window=options.get("sliding_window"),
+        value_dim=options.get("value_dim"),
     )
     q = random_queries(3, len(lens), heads, head_dim, dtype)
     arguments = (q, world.pool, jnp.asarray(world.tables), jnp.asarray(world.lens))
     runs = [ops.decode_attention(*arguments, return_lse=True, backend=backend, **options) for _ in range(3)]
-    want, want_lse = expected_decode(world, np.asarray(q).astype(np.float32), **options)
+    scored = {name: value for name, value in options.items() if name != "value_dim"}
+    want, want_lse = expected_decode(world, np.asarray(q).astype(np.float32), **scored)
     assert_close(runs[0][0], want, dtype)
     assert_lse_close(runs[0][1], want_lse, dtype)
     for run in runs[1:]:
@@ -93,3 +96,21 @@ def test_on_the_gpu_units_of_any_number_and_length_are_right(lens, heads, kv_hea
 )
 def test_on_the_gpu_windows_and_other_types_are_right(case, backend):
     check(AROUND_BOUNDARIES, **case, backend=backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ON_GPU)
+@pytest.mark.parametrize(
+    ("lens", "heads", "head_dim", "value_dim", "block_size"),
+    [
+        (AROUND_BOUNDARIES, 16, 576, 512, 16),
+        (OF_ANY_AGE * 8, 16, 576, 512, 64),  # some four units a CTA, more than queries are held for
+        ([16_384, 5000], 128, 576, 512, 128),  # leaves and chunks of eight groups
+        ([0] * 300, 16, 576, 512, 16),
+        (AROUND_BOUNDARIES, 20, 320, 256, 32),
+    ],
+    ids=["boundaries", "many", "long", "empty", "narrow"],
+)
+def test_on_the_gpu_latents_are_right(lens, heads, head_dim, value_dim, block_size, backend):
+    options = {"head_dim": head_dim, "value_dim": value_dim, "block_size": block_size}
+    check(lens, heads=heads, kv_heads=1, backend=backend, **options)

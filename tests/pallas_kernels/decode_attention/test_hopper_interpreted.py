@@ -25,6 +25,7 @@ INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 def attend(kernel, config, lens, heads, kv_heads, block_size, head_dim, options):
     """Runs a decode kernel in the interpreter and compares it with float64 numpy."""
     options = dict(options)
+    value_dim, scale = options.pop("value_dim", None), head_dim**-0.5
     slopes = np.linspace(0.01, 0.2, heads, dtype=np.float32) if options.pop("alibi", False) else None
     world = make_world(
         1,
@@ -34,6 +35,7 @@ def attend(kernel, config, lens, heads, kv_heads, block_size, head_dim, options)
         block_size=block_size,
         dtype="bfloat16",
         window=options.get("sliding_window"),
+        value_dim=value_dim,
     )
     q = random_queries(1, len(lens), heads, head_dim, "bfloat16")
     out, lse = kernel(
@@ -44,7 +46,7 @@ def attend(kernel, config, lens, heads, kv_heads, block_size, head_dim, options)
             jnp.asarray(world.lens),
             None if slopes is None else jnp.asarray(slopes),
         ),
-        Features(head_dim**-0.5, **options),
+        Features(scale, value_dim=value_dim, **options),
         config=config,
         interpret=INTERPRET,
     )
@@ -86,6 +88,19 @@ def test_decode_cut_into_leaves_is_right_where_unowned_slots_are_nan(lens, heads
 def test_decode_of_whole_chunks_is_right_on_two_ctas_that_share_no_sequence():
     config = small_config(ctas=2)
     attend(hopper.decode_attention, config, [200, 129, 64], 4, 2, 16, 64, {})
+
+
+@pytest.mark.parametrize(
+    ("lens", "heads", "block_size", "head_dim", "options"),
+    [
+        ([300, 0, 65], 16, 16, 192, {"value_dim": 128}),
+        ([260, 1], 20, 128, 128, {"value_dim": 128, "sliding_window": 100, "logit_softcap": 4.0, "alibi": True}),
+        ([140], 16, 64, 576, {"value_dim": 512}),
+    ],
+)
+@pytest.mark.usefixtures("cut")
+def test_decode_over_latents_is_right_where_unowned_slots_are_nan(lens, heads, block_size, head_dim, options):
+    attend(hopper.decode_attention, small_config(handovers=1), lens, heads, 1, block_size, head_dim, options)
 
 
 def test_whole_chunks_and_leaves_give_the_same_bits(request):
