@@ -26,3 +26,12 @@ class ExpertChoice:
     groups: int = 1
     kept_groups: int = 1
     group_best: int = 2
+
+    def needs_best_alone(self, corrected: bool) -> bool:
+        """Whether a softmax over a token's own experts will do for one over all: their weights are divided by their sum,
+        and logits are in the order of a softmax. What several experts of a group are worth together is not.
+
+        corrected: numbers are added to the scores when experts are picked.
+        """
+        in_order = self.groups == 1 or self.group_best == 1
+        return self.score == "softmax" and self.renormalized and in_order and not corrected

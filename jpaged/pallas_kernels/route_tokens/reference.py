@@ -37,9 +37,8 @@ def route(logits: jax.Array, routing: ExpertChoice, correction: jax.Array | None
     logits: float32 [T, E]. correction: [E], added to the scores when experts are picked; or None.
     Returns int32 [T, k], the best first, and float32 [T, k].
     """
-    of_best = routing.renormalized and correction is None
+    of_best = routing.needs_best_alone(correction is not None)
     if routing.score == "softmax":
-        # A softmax keeps the order, and of the best alone it is what renormalising one of all would give.
         scores = logits if of_best else jax.nn.softmax(logits, axis=-1)
     else:
         scores = jax.nn.sigmoid(logits)
@@ -54,7 +53,7 @@ def route(logits: jax.Array, routing: ExpertChoice, correction: jax.Array | None
     else:
         experts = _best(choice, routing.per_token)
         weights = jnp.take_along_axis(scores, experts, axis=-1)
-    if routing.score == "softmax" and of_best:
+    if of_best:
         weights = jax.nn.softmax(weights, axis=-1)
     elif routing.renormalized:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + routing.added_to_sum)

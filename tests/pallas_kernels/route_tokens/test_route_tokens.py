@@ -30,6 +30,7 @@ CASES = {  # tokens, experts, choice, of the routers that families have
         16,
         ExpertChoice(per_token=3, renormalized=False, groups=4, kept_groups=2, group_best=1),
     ),
+    "Mistral Small 4 in groups": (60, 16, ExpertChoice(per_token=3, groups=4, kept_groups=2)),
     "DeepSeek-V3": (19, 256, EACH),
     "dots.llm1": (6, 24, ExpertChoice(per_token=6, score="sigmoid", renormalized=False)),
     "LFM2, with more added to sums": (6, 32, ExpertChoice(per_token=4, score="sigmoid", added_to_sum=0.1)),
