@@ -22,7 +22,7 @@
 #     fp8-30b                 105  Qwen3-30B-A3B in FP8: 1 and 32 requests
 #     int4-30b                105  Qwen3-30B-A3B in 4 bits: 1 and 32 requests
 #     bf16-30b                105  Qwen3-30B-A3B in bfloat16, to compare both with
-#     pool-memory             130  8B in bfloat16, FP8, FP8 with an FP8 cache, 4 bits: the pool, and the card's memory in use
+#     pool-memory             130  8B in bfloat16, FP8, FP8 with an FP8 cache, 4 bits: the pool, the memory in use
 #     few-bits-kernels         55  FP8 products of 8,192^3, 8B's gate and up in all forms, attention over FP8 pools
 #     few-bits-experts         80  30B's experts in FP8, 4 bits and MXFP4
 #     few-bits-tests          140  the GPU tests of ops with quantized operands

@@ -36,6 +36,10 @@ from jpaged.frontend.llm_engine import LLMEngine
 from jpaged.llm import LLM
 from jpaged.text.tokenizer import Tokenizer
 
+_OF_DATASETS: tuple[str, ...] = ("dataset", "input_len", "output_len", "prefix_len")
+_OF_REQUESTS: tuple[str, ...] = (*_OF_DATASETS, "dataset_path", "num_prompts", "temperature", "top_p")
+"""Options that say what requests are like: those that a file of conversations leaves nothing to, and all of them."""
+
 
 def parser() -> argparse.ArgumentParser:
     result = bench_parser("throughput", __doc__, "--model qwen3-0.6b --load-format dummy --workload sharegpt")
@@ -47,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
         "--workload",
         action="append",
         choices=(*WORKLOADS, "all"),
-        help="by name; may be repeated; in place of --dataset, and of the numbers and sampling options that go with it",
+        help="by name; may be repeated; not with --dataset, --num-prompts, lengths, --temperature or --top-p",
     )
     result.add_argument(
         "--dataset",
@@ -90,8 +94,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    _refuse_ignored(argv)
     check_least(args, runs=1, num_prompts=1, input_len=1, output_len=1, prefix_len=1)
-    _check_no_option_is_ignored(args)
     if args.unseen_schemas and args.structured is None:
         raise InvalidParameterError("--unseen-schemas needs --structured.")
     if args.profile and args.data_parallel_size > 1:
@@ -131,16 +135,21 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _check_no_option_is_ignored(args: argparse.Namespace) -> None:
-    """Raises InvalidParameterError: there is a workload, and an option that it sets itself."""
-    if not args.workload:
+def _refuse_ignored(argv: list[str] | None) -> None:
+    """Raises InvalidParameterError: an option says what requests are, and another one says so already."""
+    told, unsaid = parser(), object()
+    told.set_defaults(**{name: unsaid for name in _OF_REQUESTS if told.get_default(name) is not None})
+    args = told.parse_args(argv)
+    if args.workload:
+        source, refused = f"--workload {args.workload[0]}", _OF_REQUESTS
+    elif args.dataset_path is not None:
+        source, refused = "--dataset-path", _OF_DATASETS
+    else:
         return
-    of_requests = ("dataset", "dataset_path", "num_prompts", "input_len", "output_len", "prefix_len")
-    for name in (*of_requests, "temperature", "top_p"):
-        if getattr(args, name) != parser().get_default(name):
+    for name in refused:
+        if getattr(args, name) not in (unsaid, None):
             raise InvalidParameterError(
-                f"--{name.replace('_', '-')} does not go with --workload {args.workload[0]}, which sets it;"
-                " use --dataset and its options instead."
+                f"--{name.replace('_', '-')} does not go with {source}, which says it already; leave one of them out."
             )
 
 

@@ -137,7 +137,13 @@ def test_a_workload_that_the_engine_cannot_take_is_refused_before_any_is_measure
     assert "output tokens/s" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("option", [("--temperature", "1"), ("--num-prompts", "7"), ("--dataset", "sharegpt-like")])
+@pytest.mark.parametrize("option", [("--temperature", "1"), ("--num-prompts", "256"), ("--dataset", "sharegpt-like")])
 def test_options_that_a_workload_sets_are_refused_beside_it(option):
-    with pytest.raises(InvalidParameterError, match=f"{option[0]} does not go with --workload batch-32, which sets it"):
+    """Also where they are what they would be without a workload."""
+    with pytest.raises(InvalidParameterError, match=f"{option[0]} does not go with --workload batch-32, which says it"):
         main(["--model", "qwen3-0.6b", "--load-format", "dummy", "--workload", "batch-32", *option])
+
+
+def test_lengths_are_refused_beside_a_file_of_conversations():
+    with pytest.raises(InvalidParameterError, match="--input-len does not go with --dataset-path, which says it"):
+        main(["--model", "qwen3-0.6b", "--dataset-path", "conversations.json", "--input-len", "8"])

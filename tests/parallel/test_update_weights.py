@@ -20,10 +20,3 @@ def test_arrays_are_placed_as_the_loader_places_a_checkpoints():
     FP8."""
     names = ["gpt2", "qwen2-moe", "granite4-h-all-options", "llama-biases/fp8"]
     assert call_with_eight_devices(f"{RUNS}:differences", names, [8]) == []
-
-
-def test_weights_that_are_moved_together_at_start_up_give_the_same_tokens():
-    for of_degree in call_with_eight_devices(f"{RUNS}:moved_together", "llama-biases", [1, 2]).values():
-        plain, moved = of_degree["tokens"]
-        assert plain == moved
-        assert of_degree["moved"]

@@ -11,7 +11,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpaged import EngineArgs, LLMEngine, SamplingParams
 from jpaged.executor.mesh import DeviceMesh
-from jpaged.executor.start import room
 from jpaged.executor.start.weights import zero_weights
 from jpaged.models import Model, ModelConfig, Weights, build, save_pretrained
 from jpaged.models.loading import live
@@ -124,47 +123,4 @@ def differences(names: list[str], degrees: list[int]) -> list[str]:
                 found += [
                     f"{name}: {p}" for p, one in zip(back, weights, strict=True) if not np.array_equal(back[p], one)
                 ]
-    return found
-
-
-def moved_together(name: str, degrees: list[int]) -> dict[str, Any]:
-    """By degree: tokens of an engine, and of one whose pool finds no room at first, as if there was a hole below all
-    weights; and whether all of these were moved."""
-    case, found = eight_heads(name), {}
-    model = build(ModelConfig.from_dict(case.config), "float32")
-    address, closed_up = room._address, room.closed_up
-    with tempfile.TemporaryDirectory() as directory:
-        save_pretrained(model, model.init(0), directory)
-        for degree in degrees:
-            tokens, moved, plugs = [], [], []
-
-            def fill(last: jax.Array, plugs: list[jax.Array] = plugs) -> list[jax.Array]:
-                plugs.append(room._bytes_beside(last, 64))
-                assert plugs[0].devices() == last.devices()
-                return plugs[:]
-
-            def close(weights: Weights, moved: list[bool] = moved) -> Weights:
-                copies = closed_up(weights)
-                moved += [
-                    old.is_deleted() and one.sharding == old.sharding for old, one in zip(weights, copies, strict=True)
-                ]
-                return copies
-
-            for fails in (False, True):
-                error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-                made = mock.patch.object(room, "_made", side_effect=[error, mock.DEFAULT], wraps=room._made)
-                with (
-                    made if fails else nullcontext(),
-                    mock.patch.object(room, "_plugs_below", fill),
-                    mock.patch.object(room, "closed_up", close),
-                    mock.patch.object(
-                        room,
-                        "_address",
-                        lambda one, plugs=plugs: -1 if any(one is plug for plug in plugs) else address(one),
-                    ),
-                ):
-                    engine = LLMEngine(EngineArgs(model=directory, **TINY_ENGINE, tensor_parallel_size=degree))
-                tokens.append(tokens_of(engine))
-                engine.close()
-            found[str(degree)] = {"tokens": tokens, "moved": all(moved) and len(moved) == len(model.starts)}
     return found

@@ -126,7 +126,7 @@ def free_device_memory(device: jax.Device, utilization: float, *, at_once: bool 
     if memory is None:
         return None
     room = memory.room(utilization)
-    return room - _take(device, room) if at_once and _allocates_on_demand() else room
+    return room - _take(device, room) if at_once and allocates_on_demand() else room
 
 
 def take_planned(device: jax.Device, plan: MemoryPlan) -> None:
@@ -137,7 +137,7 @@ def take_planned(device: jax.Device, plan: MemoryPlan) -> None:
         OutOfMemoryError: others have taken it since the plan was made.
     """
     needed = plan.state + plan.programs + plan.pool
-    if DeviceMemory.of(device) is None or not _allocates_on_demand():
+    if DeviceMemory.of(device) is None or not allocates_on_demand():
         return
     if missing := _take(device, needed):
         raise OutOfMemoryError(
@@ -147,7 +147,7 @@ def take_planned(device: jax.Device, plan: MemoryPlan) -> None:
         )
 
 
-def _allocates_on_demand() -> bool:
+def allocates_on_demand() -> bool:
     """Whether JAX takes memory of a GPU as arrays are made, and not when it first touches the device."""
     return os.environ.get(_AT_ONCE_VARIABLE) in ("0", "false", "False")
 

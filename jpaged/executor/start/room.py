@@ -1,22 +1,22 @@
 """Room for a KV pool in memory that loading and compiling have left in pieces.
 
-JAX's allocator puts an array into the smallest free piece that takes it, at its beginning. While weights are loaded,
-rounded or drawn, products are tried out beside them, and what is temporary then leaves holes below weights that stay.
-The pool's arrays are gigabytes each and fill the memory to some 0.5 GiB, so holes of more than that can keep the last
-of them out. Weights are closed up then:
+While weights are loaded, rounded or drawn, products are tried out beside them, and what is temporary then leaves holes
+below weights that stay. The pool's arrays are gigabytes each and fill the memory to some 0.5 GiB, so holes of more than
+that can keep the last of them out. Weights are moved together then, by way of the free memory behind them:
 
-    | w0 |    | w1 |  | w2 |         free          |
-    | w0 |####| w1 |##| w2 |                       |     plugs fill the holes
-    | w0 |    | w1 |##| w2 |                       |     from the lowest address on: a plug goes,
-    | w0 | w1 |    |##| w2 |                       |     and what is behind it moves down
-    | w0 | w1 | w2 |                               |
+    | w0 |    | w1 |  | w2 |              free                 |
+    | w0 |####| w1 |##| w2 |                                   |     plugs fill the holes,
+    | w0 |####| w1 |##| w2 | w0 | w1 | w2 |                    |     so that copies go behind,
+    |                      | w0 | w1 | w2 |                    |
+    | w0 | w1 | w2 |                                           |     and copies of these to the beginning
 
-A weight that is larger than the hole before it moves by way of the free memory behind all.
+JAX's allocator (BFC) puts an array into the smallest free piece that takes it, at its beginning, and gives it all of a
+piece that is not much larger.
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jpaged.api.config import EngineArgs
 from jpaged.api.errors import OutOfMemoryError
+from jpaged.executor.start.memory import allocates_on_demand
 from jpaged.executor.step.held import Held
 from jpaged.models import Weights
 
 log = logging.getLogger("jpaged.startup")
+
+T = TypeVar("T")
 
 _LARGEST_PLUG, _SMALLEST_PLUG = 2**30, 2**20
 
@@ -37,42 +40,58 @@ def with_room(make: Callable[[Weights], Held], weights: Weights, pool_bytes: int
 
     Args:
         make: makes it of the weights, which may take memory.
-        weights: nobody else's; if there is no room for what is made, these are deleted, and it gets copies.
+        weights: nobody else's: where they are moved, these are deleted, and it gets copies.
         pool_bytes: of its KV pool, a device.
     Raises:
-        OutOfMemoryError: the pool does not fit, although it should: others have taken memory.
+        OutOfMemoryError: the pool does not fit, although it should: others have taken memory, or it is in pieces that
+            could not be closed up.
     """
     held = _unless_out_of_memory(lambda: _made(make, weights))
-    if held is None and jax.process_count() == 1:  # processes would have to agree on what moves
+    if held is None and _is_movable(weights):
         log.info("no room for a KV pool of %.2f GiB in one piece: moving weights together", pool_bytes / 2**30)
-        held = _unless_out_of_memory(lambda: _made(make, closed_up(weights)))
+        held = _unless_out_of_memory(lambda: _made(make, moved_together(weights)))
     if held is None:
         raise OutOfMemoryError(
-            f"The device has no room for a KV pool of {pool_bytes / 2**30:.2f} GiB any more. Lower"
-            f" gpu_memory_utilization, which is {args.gpu_memory_utilization:g}, or stop what else uses the device."
+            f"The device has no room for a KV pool of {pool_bytes / 2**30:.2f} GiB any more, or not in large enough"
+            f" pieces. Lower gpu_memory_utilization, which is {args.gpu_memory_utilization:g}, or stop what else uses"
+            " the device."
         )
     return held
 
 
-def closed_up(weights: Weights) -> Weights:
-    """Copies of the weights without holes between them, but for some below 1 MiB. Weights that move are deleted, one by
-    one; at most one is there twice.
+def moved_together(weights: Weights) -> Weights:
+    """Copies of the weights without holes between them, if as much memory as they take is free in one piece behind
+    them. Holes are those of the first device; where others have other ones, less is closed up there. The weights are
+    deleted.
 
     Raises:
-        jax.errors.JaxRuntimeError: there is no memory for that one.
+        jax.errors.JaxRuntimeError: there is not so much memory. The weights are as they were.
     """
     if not weights:
         return weights
-    moved, is_moving = list(weights), False
-    in_order = sorted(range(len(weights)), key=lambda i: _address(weights[i]))
-    plugs = deque(sorted(_plugs_below(weights[in_order[-1]]), key=_address))
-    for i in in_order:
-        while plugs and _address(plugs[0]) < _address(weights[i]):
-            plugs.popleft().delete()
-            is_moving = True
-        if is_moving:
-            moved[i] = _moved_down(weights[i])
+    plugs = _plugs_below(max(weights, key=_address))
+    copies: list[jax.Array] = []
+    try:
+        for one in weights:
+            copies.append(_copied(one))
+    except jax.errors.JaxRuntimeError:
+        _delete(copies)
+        raise
+    finally:
+        _delete(plugs)
+    _delete(weights)
+    moved = []
+    for one in copies:
+        moved.append(_copied(one))
+        one.delete()
     return tuple(moved)
+
+
+def _is_movable(weights: Weights) -> bool:
+    """Whether moving may help: on a GPU whose memory JAX took at once, and in one process: several would have to agree
+    on what moves."""
+    on_gpu = all(device.platform == "gpu" for one in weights[:1] for device in one.devices())
+    return on_gpu and not allocates_on_demand() and jax.process_count() == 1
 
 
 def _plugs_below(last: jax.Array) -> list[jax.Array]:
@@ -81,36 +100,29 @@ def _plugs_below(last: jax.Array) -> list[jax.Array]:
     size = _LARGEST_PLUG
     while size >= _SMALLEST_PLUG:
         plug = _bytes_beside(last, size)
-        if _address(plug) < end:
+        if plug is not None and _address(plug) < end:
             found.append(plug)
         else:  # there is no such hole any more
-            plug.delete()
+            _delete([] if plug is None else [plug])
             size //= 2
     return found
-
-
-def _moved_down(array: jax.Array) -> jax.Array:
-    """A copy in the hole before the array, which is deleted. One that does not fit there goes to other free memory
-    first, and the array's own adds to the hole."""
-    at, copy = _address(array), _copied(array)
-    array.delete()
-    if _address(copy) < at:
-        return copy
-    again = _copied(copy)
-    copy.delete()
-    return again
 
 
 def _copied(array: jax.Array) -> jax.Array:
     return jax.block_until_ready(jnp.copy(array))
 
 
-def _bytes_beside(array: jax.Array, size: int) -> jax.Array:
-    """An array of so many bytes on each of an array's devices."""
+def _delete(arrays: Weights | list[jax.Array]) -> None:
+    for one in arrays:
+        one.delete()
+
+
+def _bytes_beside(array: jax.Array, size: int) -> jax.Array | None:
+    """An array of so many bytes on each of an array's devices; None if they have no room for it."""
     sharding = array.sharding
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec())
-    return jax.block_until_ready(jnp.zeros(size, jnp.uint8, device=sharding))
+    return _unless_out_of_memory(lambda: jax.block_until_ready(jnp.zeros(size, jnp.uint8, device=sharding)))
 
 
 def _address(array: jax.Array) -> int:
@@ -124,7 +136,7 @@ def _made(make: Callable[[Weights], Held], weights: Weights) -> Held:
     return held
 
 
-def _unless_out_of_memory(make: Callable[[], Held]) -> Held | None:
+def _unless_out_of_memory(make: Callable[[], T]) -> T | None:
     """None if the device has no memory for it. What was made of it is free again once this returns: the error, whose
     frames keep it, is gone."""
     try:
@@ -132,4 +144,5 @@ def _unless_out_of_memory(make: Callable[[], Held]) -> Held | None:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
+        log.info("%s", str(error).splitlines()[0])
     return None

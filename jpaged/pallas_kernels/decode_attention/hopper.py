@@ -88,7 +88,8 @@ class Config(Cuts):
 
 
 def default_config(head_dim: int, columns: int, value_dim: int | None = None) -> Config:
-    """The measured best for a head_dim and so many columns of query heads. value_dim: of latents; not measured."""
+    """The measured best for a head_dim and so many columns of query heads. Of latents, which have a value_dim, none is
+    measured."""
     ctas = num_multiprocessors()
     tile = 128 if head_dim == 64 else 64
     state = columns * ((value_dim or head_dim) + 2) * 4
@@ -110,7 +111,7 @@ def unsupported(q: jax.Array, kv_pool: jax.Array, value_dim: int | None = None) 
     if value_dim is not None:
         most = _MOST_OF_LATENTS
         if head_dim % 64 or value_dim % 64 or head_dim > most[0] or value_dim > most[1]:
-            return f"latents of {head_dim} columns, {value_dim} of them values, are not of 64s up to {most}"
+            return f"head_dim {head_dim} and value_dim {value_dim} of latents are not multiples of 64 up to {most}"
     elif head_dim not in (*HEAD_DIMS, *heads_as_rows.HEAD_DIMS):
         return f"head_dim {head_dim} is not one of {sorted((*HEAD_DIMS, *heads_as_rows.HEAD_DIMS))}"
     if block_size not in BLOCK_SIZES:
@@ -119,7 +120,7 @@ def unsupported(q: jax.Array, kv_pool: jax.Array, value_dim: int | None = None) 
 
 
 def worthwhile(q: jax.Array, kv_pool: jax.Array, value_dim: int | None = None) -> bool:
-    """Over latents it has not run on a GPU: Triton's is taken unless this one is forced."""
+    """Whether it is taken unless another one is forced: not over latents, with which it has not run on a GPU."""
     del q, kv_pool
     return value_dim is None
 
@@ -609,11 +610,10 @@ def _consume(c: _Cta) -> None:
                 @pl.when(k > 0)
                 def _others() -> None:
                     _store_state(smem.handover_s, slot, _fold(_load_state(smem.handover_s, slot), leaf))
-
-            plgpu.barrier_arrive(smem.loads.q_free.at[q_slot])
         else:
             state = lax.fori_loop(0, leaves, lambda k, state: _fold(state, attend_leaf(k)), _nothing_seen(s))
-            plgpu.barrier_arrive(smem.loads.q_free.at[q_slot])
+        plgpu.barrier_arrive(smem.loads.q_free.at[q_slot])
+        if not s.latent:
             await_taken()
             _store_state(smem.handover_s, slot, state)
         plgpu.barrier_arrive(smem.handed.at[slot])
@@ -656,7 +656,10 @@ def _attend_tile(
         return scores_ref[...]
 
     scores = pl.run_scoped(product, plgpu.ACC((tile, s.columns), jnp.float32))
-    if not s.latent:
+    if s.latent:  # the same tile has the values
+        values, full, free = smem.k_s, None, smem.loads.k_free
+    else:
+        values, full, free = smem.v_s, smem.loads.v_full, smem.loads.v_free
         plgpu.barrier_arrive(smem.loads.k_free.at[stage])
     scores = _mask(s, u, scores, start, slopes)
     new_top = jnp.maximum(top, scores.max(axis=0))
@@ -666,13 +669,11 @@ def _attend_tile(
     acc = acc * _across(shrink, s.value_dim)
     smem.p_s.T[...] = p.astype(s.dtype)
     plgpu.commit_smem()  # the tensor cores read shared memory through another proxy: a fence, and a barrier
-    if s.latent:
-        values, free = smem.k_s.at[stage, :, pl.ds(0, s.value_dim)], smem.loads.k_free
-    else:
-        values, free = smem.v_s.at[stage], smem.loads.v_free
-        plgpu.barrier_wait(smem.loads.v_full.at[stage])
-    _zero_unowned(c, u, start, smem.k_s if s.latent else smem.v_s, stage)
-    acc = s.gpu.add_product(acc, values.T, smem.p_s.T)
+    if full is not None:
+        plgpu.barrier_wait(full.at[stage])
+    _zero_unowned(c, u, start, values, stage)
+    tile_of_values = values.at[stage, :, pl.ds(0, s.value_dim)] if s.latent else values.at[stage]
+    acc = s.gpu.add_product(acc, tile_of_values.T, smem.p_s.T)
     plgpu.barrier_arrive(free.at[stage])
     return _Running(acc, new_top, totals)
 

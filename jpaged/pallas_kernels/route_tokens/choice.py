@@ -27,9 +27,9 @@ class ExpertChoice:
     kept_groups: int = 1
     group_best: int = 2
 
-    def needs_best_alone(self, corrected: bool) -> bool:
-        """Whether a softmax over a token's own experts will do for one over all: their weights are divided by their sum,
-        and logits are in the order of a softmax. What several experts of a group are worth together is not.
+    def softmax_of_best_alone(self, corrected: bool) -> bool:
+        """Whether a softmax over a token's own experts will do for one over all: weights are divided by their sum, and
+        logits are in the order of a softmax. Sums of logits, by which groups are compared, are not.
 
         corrected: numbers are added to the scores when experts are picked.
         """

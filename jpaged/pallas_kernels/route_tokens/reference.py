@@ -37,7 +37,7 @@ def route(logits: jax.Array, routing: ExpertChoice, correction: jax.Array | None
     logits: float32 [T, E]. correction: [E], added to the scores when experts are picked; or None.
     Returns int32 [T, k], the best first, and float32 [T, k].
     """
-    of_best = routing.needs_best_alone(correction is not None)
+    of_best = routing.softmax_of_best_alone(correction is not None)
     if routing.score == "softmax":
         scores = logits if of_best else jax.nn.softmax(logits, axis=-1)
     else:

@@ -72,7 +72,7 @@ def route_tokens(operands: Operands, *, choice: ExpertChoice, held: int, tile_he
     whole = _power(tokens) * wide <= _ONE_BLOCK
     block = _power(tokens) if whole else max(4, min(_power(triton.cdiv(tokens, _BLOCKS)), _BLOCK // wide))
     blocks = triton.cdiv(tokens, block)
-    of_best = choice.needs_best_alone(correction is not None)
+    of_best = choice.softmax_of_best_alone(correction is not None)
     score = _EACH if choice.score == "sigmoid" else _BEST if of_best else _ALL
     sizes: dict[str, Any] = {"TOKENS": tokens, "K": each, "BLOCK": block, "WIDE": wide, "HELD": held}
     sizes |= {"SPLIT": first is not None}

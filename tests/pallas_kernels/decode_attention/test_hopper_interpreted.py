@@ -103,11 +103,19 @@ def test_decode_over_latents_is_right_where_unowned_slots_are_nan(lens, heads, b
     attend(hopper.decode_attention, small_config(handovers=1), lens, heads, 1, block_size, head_dim, options)
 
 
-def test_whole_chunks_and_leaves_give_the_same_bits(request):
-    run = partial(attend, hopper.decode_attention, heads=2, kv_heads=1, block_size=64, head_dim=64)
-    whole = run(small_config(), [250], options={})
+@pytest.mark.parametrize("handovers", [1, 2])
+def test_decode_over_whole_chunks_of_latents_is_right(handovers):
+    """Chunks of two leaves, of which one is folded into what waits to be handed over."""
+    config = small_config(handovers=handovers)
+    attend(hopper.decode_attention, config, [250, 0, 140], 16, 1, 64, 192, {"value_dim": 128})
+
+
+@pytest.mark.parametrize(("head_dim", "options"), [(64, {}), (192, {"value_dim": 128})])
+def test_whole_chunks_and_leaves_give_the_same_bits(request, head_dim, options):
+    run = partial(attend, hopper.decode_attention, heads=2, kv_heads=1, block_size=64, head_dim=head_dim)
+    whole = run(small_config(), [250], options=options)
     request.getfixturevalue("cut")
-    cut = run(small_config(q_stages=3), [250], options={})  # another config, or the program of before runs again
+    cut = run(small_config(q_stages=3), [250], options=options)  # another config, or the program of before runs again
     jax.tree.map(np.testing.assert_array_equal, cut, whole)
 
 
