@@ -65,7 +65,8 @@ HELPERS_END_S = 5.0
 """Helpers of the first process end when it has ended, which closes their sockets; Python takes a moment for that."""
 BACKGROUND_SHARE = 0.25
 """Of what clients ask for, where there is one API process."""
-MEMORY_GROWTH, MEMORY_MARGIN_MIB = 1.1, 24.0
+MEMORY_GROWTH, MEMORY_MARGIN_MIB = 1.1, 192.0
+"""An engine process that compiles a program, where the one before it found all on disk, has some 160 MiB more."""
 POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
 """The most that asyncio's pool has, which starts them one by one. A thread for each trouble would be more."""
 MOST_STEP_FILES = 10
