@@ -23,6 +23,7 @@ from jpaged.api.errors import (
     JPagedError,
     NonFiniteLogitsError,
     OutOfMemoryError,
+    Reworded,
     UnsupportedParameterError,
     shown,
 )
@@ -662,21 +663,16 @@ def _interruptible() -> Iterator[Interruptible]:
         raise KeyboardInterrupt
 
 
-class _Naming:
-    """Errors raised inside name prompts[i], unless it is the only prompt.
+class _Naming(Reworded):
+    """Errors raised inside name prompts[i], unless it is the only prompt."""
 
-    It is no `@contextmanager`: since Python 3.12 a generator that raises another error keeps the first one in a cycle.
-    """
+    kinds = (InvalidPromptError, InvalidParameterError, OutOfMemoryError)
 
     def __init__(self, i: int, prompts: Sequence[Prompt]) -> None:
         self._i, self._number = i, len(prompts)
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, InvalidPromptError | InvalidParameterError | OutOfMemoryError):
-            raise type(error)(f"prompts[{self._i}]: {error}" if self._number > 1 else str(error)) from error
+    def reword(self, said: str) -> str:
+        return f"prompts[{self._i}]: {said}" if self._number > 1 else said
 
 
 class _FairLock:

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from jpaged.api.beam_search_params import BeamSearchParams
-from jpaged.api.errors import InvalidParameterError, OutOfMemoryError
+from jpaged.api.errors import InvalidParameterError, OutOfMemoryError, Reworded
 from jpaged.api.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.serving.constraints import Constraint, constraint_of
 from jpaged.serving.errors import ApiError
@@ -38,14 +38,13 @@ def sampling_of(
         return _sampling_of(request, defaults)
 
 
-class InWordsOf:
+class InWordsOf(Reworded):
     """A context in which errors name parameters as a request does: its fields have other names than our parameters.
 
     constraint: where it is made of more than the request's own.
-
-    It is no `@contextmanager`: since Python 3.12 a generator that raises another error keeps the first one, and with it
-    the request, in a cycle until a collection, which takes 10 ms and more for large bodies.
     """
+
+    kinds = (InvalidParameterError, OutOfMemoryError)
 
     def __init__(
         self, request: CompletionRequest | ChatCompletionRequest, constraint: Constraint | None = None
@@ -53,14 +52,7 @@ class InWordsOf:
         self._request = request
         self._constraint = constraint
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, InvalidParameterError | OutOfMemoryError):
-            raise type(error)(self._renamed(str(error))) from error
-
-    def _renamed(self, said: str) -> str:
+    def reword(self, said: str) -> str:
         request, names = self._request, dict[str, str]()
         if isinstance(request, ChatCompletionRequest):
             names["logprobs"] = "top_logprobs"

@@ -65,8 +65,9 @@ HELPERS_END_S = 5.0
 """Helpers of the first process end when it has ended, which closes their sockets; Python takes a moment for that."""
 BACKGROUND_SHARE = 0.25
 """Of what clients ask for, where there is one API process."""
-MEMORY_GROWTH, MEMORY_MARGIN_MIB = 1.1, 192.0
-"""An engine process that compiles a program, where the one before it found all on disk, has some 160 MiB more."""
+MEMORY_GROWTH, MEMORY_MARGIN_MIB = 1.1, 24.0
+COMPILING_MIB = 168.0
+"""What an engine process may have beside, which compiles a program where the one before it found all on disk."""
 POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
 """The most that asyncio's pool has, which starts them one by one. A thread for each trouble would be more."""
 MOST_STEP_FILES = 10
@@ -514,6 +515,7 @@ def leaks(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     for role, old in before["processes"].items():
         new = after["processes"].get(role, dict.fromkeys(old, 0))
         memory_mib = MEMORY_GROWTH * old["memory_mib"] + MEMORY_MARGIN_MIB
+        memory_mib += COMPILING_MIB if role == "engine_process" else 0.0
         bounds = old | {"memory_mib": memory_mib, "threads": old["threads"] + POOL_THREADS}
         found += [f"{role}: {name} {new[name]}, not {old[name]}" for name in old if new[name] > bounds[name]]
         if new["number"] < old["number"] and role != "helper":  # those start when they are needed
