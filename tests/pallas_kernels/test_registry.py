@@ -243,7 +243,7 @@ def test_gpus_since_ampere_but_hopper_take_triton_s_kernels(monkeypatch: pytest.
 
 @needs_triton
 @needs_mosaic
-def test_on_hopper_triton_s_kernels_stand_in_for_latents_and_large_heads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_hopper_triton_s_kernels_stand_in_where_it_has_none_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "default_device", lambda: HOPPER)
     latents = jax.ShapeDtypeStruct((9, 1, 1, 16, 576), jnp.bfloat16)
     of_latents = (jax.ShapeDtypeStruct((3, 16, 576), jnp.bfloat16), latents, 512)
@@ -253,16 +253,17 @@ def test_on_hopper_triton_s_kernels_stand_in_for_latents_and_large_heads_alone(m
     )
     for name in ("decode_attention", "ragged_attention"):
         op = registry._OPS[name]
-        assert op.pick(None, *of_latents).backend == "triton"
         assert op.pick(None, *large).backend == "triton"
         assert op.pick(None, *SHAPES).backend == "hopper"
-    decode = registry._OPS["decode_attention"]
-    assert decode.pick("hopper", *of_latents).backend == "hopper", "where it is forced"
+    decode, ragged = registry._OPS["decode_attention"], registry._OPS["ragged_attention"]
+    assert decode.pick(None, *of_latents).backend == "hopper"
+    assert ragged.pick(None, *of_latents).backend == "triton"
     with pytest.raises(ValueError, match="it takes keys and values apart"):
-        registry._OPS["ragged_attention"].pick("hopper", *of_latents)
+        ragged.pick("hopper", *of_latents)
     odd = (jax.ShapeDtypeStruct((3, 16, 144), jnp.bfloat16), jax.ShapeDtypeStruct((9, 1, 1, 16, 144), jnp.bfloat16))
     with pytest.raises(ValueError, match="head_dim 144 and value_dim 128 of latents are not multiples of 64"):
         decode.pick("hopper", *odd, 128)
+    assert decode.pick(None, *odd, 128).backend == "triton"
     assert decode.pick(None, *wide).backend == "xla", "as before there was such a thing"
     for name in ("write_kv", "copy_blocks", "gather_blocks", "scatter_blocks"):
         assert registry._OPS[name].pick(None, latents).backend == "triton"

@@ -88,8 +88,8 @@ class Config(Cuts):
 
 
 def default_config(head_dim: int, columns: int, value_dim: int | None = None) -> Config:
-    """The measured best for a head_dim and so many columns of query heads. Of latents, which have a value_dim, none is
-    measured."""
+    """The measured best for a head_dim and so many columns of query heads. Of latents, which have a value_dim, no other
+    was tried."""
     ctas = num_multiprocessors()
     tile = 128 if head_dim == 64 else 64
     state = columns * ((value_dim or head_dim) + 2) * 4
@@ -117,12 +117,6 @@ def unsupported(q: jax.Array, kv_pool: jax.Array, value_dim: int | None = None) 
     if block_size not in BLOCK_SIZES:
         return f"block size {block_size} is not one of {BLOCK_SIZES}"
     return None
-
-
-def worthwhile(q: jax.Array, kv_pool: jax.Array, value_dim: int | None = None) -> bool:
-    """Whether it is taken unless another one is forced: not over latents, with which it has not run on a GPU."""
-    del q, kv_pool
-    return value_dim is None
 
 
 @partial(jax.jit, static_argnames=("features", "config", "interpret"))
