@@ -1,11 +1,12 @@
-"""Measures tile configurations of the Triton products with quantized weights on this GPU, for the tables in
-`jpaged/pallas_kernels/{fp8_product,int4_product,few_rows_fp8_product}/triton.py`.
+"""Measures tile configurations of the products with quantized weights on this GPU, for the tables in
+`jpaged/pallas_kernels/{fp8_product,int4_product,few_rows_fp8_product}/triton.py` and in `int4_product/hopper.py`.
 
     python benchmarks/product_tiles.py weights --rows 8 --json tiles.json
 
-    weights    FP8 weights, rows in bfloat16
-    int4       4-bit weights in groups of 128, rows in bfloat16
-    few-rows   FP8 weights, rows that the kernel rounds, with what stands before and behind the product in a decode step
+    weights        FP8 weights, rows in bfloat16
+    int4           4-bit weights in groups of 128, rows in bfloat16, by Hopper's kernel
+    int4-triton    likewise by Triton's
+    few-rows       FP8 weights, rows that the kernel rounds, with what stands before and behind the product in a step
 
 Microseconds of each product of an 8B model in each configuration, beside the floor of its bytes; one JSON line each.
 """
@@ -33,11 +34,12 @@ from jpaged.pallas_kernels.few_rows_fp8_product.operands import UnroundedRows
 from jpaged.pallas_kernels.fp8_product import triton as fp8
 from jpaged.pallas_kernels.fp8_product.operands import Operands as Fp8Operands
 from jpaged.pallas_kernels.fp8_product.operands import Options
+from jpaged.pallas_kernels.int4_product import hopper as int4_hopper
 from jpaged.pallas_kernels.int4_product import triton as int4
 from jpaged.pallas_kernels.int4_product.operands import Operands as Int4Operands
 
-Config = fp8.Config | int4.Config | few_rows.Config
-_FORMS = {"weights": "FP8 weights", "int4": "4 bits", "few-rows": "rounded FP8"}
+Config = fp8.Config | int4.Config | few_rows.Config | int4_hopper.Tiling
+_FORMS = {"weights": "FP8 weights", "int4": "4 bits", "int4-triton": "4 bits", "few-rows": "rounded FP8"}
 
 
 def configs(kind: str, rows: int) -> Sequence[Config]:
@@ -48,6 +50,22 @@ def configs(kind: str, rows: int) -> Sequence[Config]:
         return [few_rows.Config(*one) for one in [*cut, (128, 128, 4, 5), (128, 128, 8, 6), (64, 512, 4, 4)]]
     tile = max(16, min(64, rows))
     if kind == "int4":
+        height = 8 if rows <= 8 else tile
+        cut = [
+            (1, 2, 3),
+            (1, 2, 4),
+            (1, 2, 5),
+            (1, 4, 3),
+            (1, 4, 5),
+            (2, 1, 3),
+            (2, 1, 4),
+            (2, 2, 3),
+            (2, 2, 4),
+            (1, 1, 5),
+        ]
+        tilings = [int4_hopper.Tiling(height, *one) for one in cut]
+        return [one for one in tilings if one.shared_bytes < int4_hopper.SHARED_BYTES]
+    if kind == "int4-triton":
         cut = [(64, 4, 4, 2), (64, 2, 4), (32, 2, 4, 2), (32, 2, 3, 1, 2), (64, 4, 3, 2, 2), (32, 4, 3, 2, 2)]
         cut += [(16, 1, 3, 1, 2), (64, 2, 3, 1, 2), (32, 2, 3, 2, 2)]
         return [int4.Config(8 if rows <= 8 else tile, *one) for one in cut]
@@ -60,14 +78,14 @@ def configs(kind: str, rows: int) -> Sequence[Config]:
 def operands(kind: str, layer: str, rows: int) -> tuple[list[Any], list[Any], jax.Array]:
     """Rows, as many weights as exceed an L2 cache, and their scales."""
     outputs, inputs = products.PRODUCTS[layer]
-    bits = 4 if kind == "int4" else 8
+    bits = 4 if kind.startswith("int4") else 8
     copies = max(2, min(32, -(-L2_BYTES // (outputs * inputs * bits // 8))))
     values = [normal(i, (outputs, inputs), jnp.bfloat16) for i in range(copies)]
-    if kind == "int4":
+    if kind.startswith("int4"):
         weights = [lax.bitcast_convert_type(x, jnp.uint8)[..., 0][:, : inputs // 2] for x in values]
     else:
         weights = [(x * 64).astype(jnp.float8_e4m3fn) for x in values]
-    scale = jnp.full((outputs, inputs // 128 if kind == "int4" else 1), 0.01, jnp.float32)
+    scale = jnp.full((outputs, inputs // 128 if kind.startswith("int4") else 1), 0.01, jnp.float32)
     if kind == "few-rows":
         residual = normal(99, (rows, outputs), jnp.bfloat16)
         return [(residual, products.unrounded_rows(layer, rows, i)) for i in range(copies)], weights, scale[:, 0]
@@ -78,6 +96,9 @@ def product(kind: str, layer: str, config: Config) -> Callable[..., Any]:
     if kind == "few-rows":
         return lambda x, w, scale: _few_rows_product(layer, config, *x, w, scale)
     if kind == "int4":
+        of_hopper = partial(int4_hopper.int4_product, group=128, dtype=jnp.bfloat16, tiling=config)
+        return lambda x, w, scale: of_hopper(Int4Operands(x, w, scale, None, None))
+    if kind == "int4-triton":
         run = partial(int4.int4_product, group=128, dtype=jnp.bfloat16, config=config)
         return lambda x, w, scale: run(Int4Operands(x, w, scale, None, None))
     options = Options(group=None, activations="none", upper_bound=None, dtype=jnp.dtype(jnp.bfloat16))

@@ -200,6 +200,18 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
         options = {"activation": what} if gated else {}
         arguments = (x,) if gated else (x, Shape((32, depth), jnp.bfloat16), Shape((depth,), jnp.bfloat16))
         yield f"round_rows 32 x {depth} {what}", partial(rounded, options), arguments, False
+    for rows, outputs, inputs, group, zeros, dtype in (
+        (1, 28_672, 4096, 128, False, jnp.bfloat16),
+        (16, 4096, 11_008, 64, True, jnp.float16),
+        (32, 4096, 14_336, 128, True, jnp.bfloat16),
+        (32, 6144, 4096, 32, True, jnp.bfloat16),
+        (64, 6144, 4096, 64, True, jnp.bfloat16),
+    ):
+        arguments = (Shape((rows, inputs), dtype), Shape((outputs, inputs // 2), jnp.uint8))
+        arguments += (Shape((outputs, inputs // group), jnp.float32),)
+        arguments += (Shape((outputs, inputs // group), jnp.uint8),) if zeros else ()
+        call = partial(ops.int4_product, group=group, backend="hopper")
+        yield f"int4_product {rows} x {inputs} x {outputs} of {group}", call, arguments, False
     yield "write_kv in XLA", partial(ops.write_kv, backend="xla"), (pool, new, new, ids(256)), True
     yield "copy_blocks in XLA", partial(ops.copy_blocks, backend="xla"), (pools, ids(8), ids(8)), True
     yield two_sizes_of_heads()

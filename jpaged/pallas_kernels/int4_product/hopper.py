@@ -1,0 +1,282 @@
+"""The 4-bit product of few rows for Hopper.
+
+    a CTA: 64 to 256 outputs x 8 to 64 rows, of all inputs or of a part of them
+
+    producer (a warp)                                   consumers, 64 or 128 outputs each
+    free --> TMA --> w [outputs, 128]: 256 inputs       bytes --> 16-bit numbers less their zero points, in registers
+                     x [4, rows, 64]: of the same       a group's sums = numbers x^T
+                     --> full                           sums += a group's sums * its scales
+
+Four bits are taken as the lowest digits of 16-bit floats, which a multiplication makes large, and less their zero
+points in the same instruction. Scales multiply float32 sums. Products are a warp's own (mma) for up to 16 rows, and a
+warpgroup's (wgmma) for more; `hopper_primitives.py` says which inputs a thread takes for which.
+"""
+
+import dataclasses
+import functools
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jpaged.pallas_kernels.devices import num_multiprocessors
+from jpaged.pallas_kernels.gated_product.hopper_primitives import LINES
+from jpaged.pallas_kernels.gated_product.hopper_tiling import DEPTH, ROWS
+from jpaged.pallas_kernels.int4_product import hopper_interpreted, hopper_primitives
+from jpaged.pallas_kernels.int4_product.operands import Operands
+
+_GROUPS = (32, 64, 128)
+INPUTS = 256  # of a stage: 128 bytes of each output
+_PIECES = INPUTS // DEPTH
+_MOST_ROWS, _MOST_ROWS_OF_32 = 64, 32  # groups of 32 have more scales at a time than registers are left for
+_MOST_SPLITS = 8
+_PRODUCER = 40  # registers
+SHARED_BYTES = 226 << 10  # of a multiprocessor, less its barriers
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """How the kernel is cut.
+
+    Attributes:
+        rows: of a CTA: 8, 16, 32 or 64.
+        blocks: of 64 outputs, of a consumer; 1 or 2.
+        consumers: warpgroups that compute; 1 to 4.
+        stages: of the ring.
+        splits: parts of the inputs, whose sums XLA adds up; None for as many as keep the GPU reading.
+    """
+
+    rows: int
+    blocks: int = 1
+    consumers: int = 2
+    stages: int = 4
+    splits: int | None = None
+
+    @property
+    def outputs(self) -> int:
+        return ROWS * self.blocks * self.consumers
+
+    @property
+    def registers(self) -> tuple[int, int] | None:
+        """Registers of a consumer's thread and of the producer's; None where all have what the compiler gives them, by
+        which two CTAs fit on a multiprocessor.
+        """
+        if self.rows < 32:
+            return None
+        threads = self.consumers + 1  # by 128, of which a multiprocessor has 512 registers
+        together = 512 // threads // 8 * 8 * threads
+        return min(232, (together - _PRODUCER) // self.consumers // 8 * 8), _PRODUCER
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.outputs * INPUTS // 2 + self.rows * INPUTS * 2
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * (self.stage_bytes + 16)
+
+
+TILINGS = (Tiling(8, 2, 1, 3), Tiling(16), Tiling(32, 2, 2, 3), Tiling(64))
+"""From few rows to many. Those of 8 and 32 rows were the fastest of a sweep on an H200, for an 8B model's gate, up and
+down together (`benchmarks/product_tiles.py`) or in its steps; the others are the table's first guess."""
+
+
+def pick_tiling(rows: int, group: int) -> Tiling:
+    """The tiling for so many rows, and groups of so many inputs."""
+    found = next((one for one in TILINGS if one.rows >= rows), TILINGS[-1])
+    if group < 64:  # scales of twice as many groups leave no registers for twice as many outputs
+        found = dataclasses.replace(found, blocks=1, consumers=2)
+    return found
+
+
+def splits_of(ctas: int, steps: int) -> int:
+    """Parts of the inputs, each of at least two of `steps`, so that two CTAs a multiprocessor read."""
+    return max(1, min(_MOST_SPLITS, steps // 2, 2 * num_multiprocessors() // ctas))
+
+
+def unsupported(x: jax.Array, w: jax.Array, group: int, form: str) -> str | None:
+    """Why the kernel cannot take these (checked) arguments; None if it can."""
+    del w
+    if x.dtype not in (jnp.bfloat16.dtype, jnp.float16.dtype):
+        return f"it takes bfloat16 and float16, not {x.dtype}"
+    if x.shape[1] < INPUTS:
+        return f"it takes {INPUTS} inputs at a time, and there are {x.shape[1]}"
+    if form != "int4" or group not in _GROUPS:
+        return f"groups of {group} of form={form!r}; it takes {', '.join(map(str, _GROUPS))} of 'int4'"
+    return None
+
+
+def worthwhile(x: jax.Array, w: jax.Array, group: int, form: str) -> bool:
+    """For few rows, where reading weights costs most."""
+    del w, form
+    return x.shape[0] <= (_MOST_ROWS if group > 32 else _MOST_ROWS_OF_32)
+
+
+@functools.partial(jax.jit, static_argnames=("group", "dtype", "tiling", "interpret"))
+def int4_product(
+    operands: Operands, *, group: int, dtype: Any, tiling: Tiling | None = None, interpret: Any = None
+) -> jax.Array:
+    """`int4_product` of the package, for arguments that are checked and that `unsupported` lets pass.
+
+    tiling: to try others than the table's. interpret: a `plgpu.InterpretGPUParams` runs the kernel on a CPU.
+    """
+    x, w, scale, zero, _ = operands
+    rows, depth = x.shape
+    outputs = w.shape[0]
+    t = tiling or pick_tiling(rows, group)
+    strips, tiles, steps = pl.cdiv(outputs, t.outputs), pl.cdiv(rows, t.rows), pl.cdiv(depth, INPUTS)
+    part = pl.cdiv(steps, t.splits or splits_of(strips * tiles, steps))
+    splits = pl.cdiv(steps, part)
+    gpu = hopper_primitives if interpret is None else hopper_interpreted
+    s = _Shape(t, gpu, group, rows, outputs, steps, part, zero is not None)
+    shape = gpu.stored_shape((splits, rows, outputs), (splits, tiles * t.rows, strips * t.outputs))
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, s),
+        out_type=jax.ShapeDtypeStruct(shape, dtype if splits == 1 else jnp.float32),
+        scratch_types=_Stages.of(t, x.dtype),
+        grid=(strips, tiles, splits),
+        grid_names=("strip", "tile", "split"),
+        num_threads=t.consumers + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        kernel_name="int4_product",
+        interpret=interpret,
+    )
+    y = kernel(x, w, scale, scale if zero is None else zero)[:, :rows, :outputs]
+    return y[0] if splits == 1 else jnp.sum(y, axis=0).astype(dtype)
+
+
+class _Stages(NamedTuple):
+    """Shared memory, and its barriers.
+
+    full: by every copy into the stage. free: by each consumer.
+    """
+
+    w: Any  # [stages, outputs, 128]
+    x: Any  # [stages, 4, rows, 64]
+    full: Any
+    free: Any
+
+    @classmethod
+    def of(cls, t: Tiling, dtype: jnp.dtype) -> "_Stages":
+        return cls(
+            w=plgpu.SMEM((t.stages, t.outputs, INPUTS // 2), jnp.uint8, transforms=LINES),
+            x=plgpu.SMEM((t.stages, _PIECES, t.rows, DEPTH), dtype, transforms=LINES),
+            full=plgpu.Barrier(num_barriers=t.stages, num_arrivals=1 + _PIECES),
+            free=plgpu.Barrier(num_barriers=t.stages, num_arrivals=t.consumers),
+        )
+
+
+class _Arguments(NamedTuple):
+    """The call's arrays in global memory."""
+
+    x: Any  # [M, K]
+    w: Any  # uint8 [N, K / 2]
+    scale: Any  # float32 [N, K / group]
+    zero: Any  # uint8 likewise; where there are none, anything
+    out: Any  # [splits, M, N]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """What the kernel is specialised for."""
+
+    tiling: Tiling
+    gpu: ModuleType
+    group: int
+    rows: int
+    outputs: int
+    steps: int
+    part: int  # steps of a CTA
+    zeros: bool
+
+    @property
+    def groups(self) -> int:
+        """Of a stage."""
+        return INPUTS // self.group
+
+
+class _Cta(NamedTuple):
+    """A CTA at work, as each of its warpgroups sees it."""
+
+    shape: _Shape
+    gmem: _Arguments
+    smem: _Stages
+    output: jax.Array  # the first
+    row: jax.Array  # the first
+    split: jax.Array
+    begin: jax.Array  # the first step
+    steps: jax.Array
+
+
+def _kernel(s: _Shape, *refs: Any) -> None:
+    gmem, smem = _Arguments(*refs[: len(_Arguments._fields)]), _Stages(*refs[len(_Arguments._fields) :])
+    s.gpu.await_kernel_before()
+    strip, tile, split, wg = (lax.axis_index(name) for name in ("strip", "tile", "split", "wg"))
+    begin = split * s.part
+    steps = jnp.minimum(s.steps - begin, s.part)
+    c = _Cta(s, gmem, smem, strip * s.tiling.outputs, tile * s.tiling.rows, split, begin, steps)
+    pl.when(wg == s.tiling.consumers)(lambda: _produce(c))
+    pl.when(wg < s.tiling.consumers)(lambda: _consume(c, wg))
+
+
+def _produce(c: _Cta) -> None:
+    if (registers := c.shape.tiling.registers) is not None:
+        c.shape.gpu.set_registers(registers[1], "decrease")
+    c.shape.gpu.in_warps(lambda _: _load(c), "operands")
+
+
+def _load(c: _Cta) -> None:
+    """Brings the operands of all steps into shared memory, as one warp."""
+    t, smem = c.shape.tiling, c.smem
+
+    def load_step(step: jax.Array, _: None) -> None:
+        slot, at = lax.rem(step, t.stages), c.begin + step
+        pl.when(step >= t.stages)(lambda: plgpu.barrier_wait(smem.free.at[slot]))
+        full = smem.full.at[slot]
+        bytes_of = pl.ds(at * (INPUTS // 2), INPUTS // 2)
+        plgpu.copy_gmem_to_smem(c.gmem.w.at[pl.ds(c.output, t.outputs), bytes_of], smem.w.at[slot], full)
+        for piece in range(_PIECES):
+            inputs = pl.ds(at * INPUTS + piece * DEPTH, DEPTH)
+            plgpu.copy_gmem_to_smem(c.gmem.x.at[pl.ds(c.row, t.rows), inputs], smem.x.at[slot, piece], full)
+
+    lax.fori_loop(0, c.steps, load_step, None)
+    # No barrier may have an arrival outstanding when the CTA ends.
+    for slot in range(t.stages):
+        pl.when(slot < c.steps)(lambda slot=slot: plgpu.barrier_wait(smem.free.at[slot]))
+
+
+def _consume(c: _Cta, wg: jax.Array) -> None:
+    """A consumer warpgroup."""
+    s, t, gpu, smem = c.shape, c.shape.tiling, c.shape.gpu, c.smem
+    if t.registers is not None:
+        gpu.set_registers(t.registers[0], "increase")
+    own = wg * (ROWS * t.blocks)  # its outputs in a stage
+    firsts = [c.output + own + block * ROWS for block in range(t.blocks)]
+
+    def factors(step: jax.Array) -> tuple[Any, Any]:
+        """Scales and zero points of a step's groups: of each block an array [64] a group."""
+        group = (c.begin + step) * s.groups
+        scales = tuple(gpu.load_groups(c.gmem.scale, first, group, s.groups) for first in firsts)
+        if not s.zeros:
+            return scales, ()
+        return scales, tuple(gpu.load_groups(c.gmem.zero, first, group, s.groups) for first in firsts)
+
+    def add(step: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        sums, (scales, zeros) = carry
+        later = factors(step + 1)
+        slot = lax.rem(step, t.stages)
+        plgpu.barrier_wait(smem.full.at[slot])
+        w = smem.w.at[slot, pl.ds(own, ROWS * t.blocks)]
+        sums = gpu.add_products(sums, w, smem.x.at[slot], scales, zeros, s.group)
+        plgpu.barrier_arrive(smem.free.at[slot])
+        return sums, later
+
+    begun = tuple(gpu.zeros(t.rows) for _ in range(t.blocks)), factors(jnp.int32(0))
+    sums, _ = lax.fori_loop(0, c.steps, add, begun)
+    for first, one in zip(firsts, sums, strict=True):
+        gpu.store_outputs(c.gmem.out, one, c.split, c.row, s.rows, first, s.outputs)

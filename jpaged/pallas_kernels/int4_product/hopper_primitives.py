@@ -1,0 +1,469 @@
+"""What the 4-bit product asks of a GPU for which Pallas has no word: bits that become numbers in the registers that
+products take them from. `hopper_interpreted.py` has the same for a CPU.
+
+A tile of accumulators [64, rows] has one register an element (`ACCUMULATOR` of the gated product): thread l of warp w
+holds outputs 16 w + l / 4 and 8 below, of each eight rows 2 (l % 4) and the next. Both wgmma and a warp's own mma have
+it so, and weights alike: of 16 inputs, a thread has four of each of its two outputs.
+"""
+
+import collections
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from jpaged.pallas_kernels.common.hopper_primitives import await_kernel_before, in_warps, set_registers
+from jpaged.pallas_kernels.common.inline_mlir import constant, instruction, offset, scalar, warp_and_lane
+from jpaged.pallas_kernels.gated_product.hopper_primitives import (
+    ACCUMULATOR,
+    ATOM_BYTES,
+    LINE_BYTES,
+    LINES,
+    STEP,
+    address,
+    descriptor,
+    do,
+    less,
+    pinned,
+    rebuilt,
+)
+from jpaged.pallas_kernels.gated_product.hopper_tiling import DEPTH, ROWS
+from jpaged.pallas_kernels.invariant_product.hopper_primitives import zeros
+
+__all__ = [
+    "add_products",
+    "await_kernel_before",
+    "in_warps",
+    "load_groups",
+    "set_registers",
+    "store_outputs",
+    "stored_shape",
+    "zeros",
+]
+
+MOST_OF_FEW = 16
+"""Rows up to which each warp multiplies by itself (mma), which took less time than wgmma for one row."""
+
+_OF_OUTPUTS = ACCUMULATOR.reduce(1)
+_PIECE = 16  # bytes that the swizzle moves as one: 16 inputs of a group's first half, and 16 of its second
+
+
+def stored_shape(shape: tuple[int, ...], padded: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of an output that `store_outputs` stores: without what tiles have more than it, up to `padded`."""
+    del padded
+    return shape
+
+
+def load_groups(ref: Any, output: jax.Array, group: jax.Array, count: int) -> tuple[jax.Array, ...]:
+    """Numbers of `count` groups from `group` on, of 64 outputs from `output` on: float32 [64] a group, or int32 of
+    uint8. Behind the last output and the last group they are others, which are there.
+
+    ref: float32 or uint8 [outputs, groups] in global memory.
+    """
+    outputs, groups = ref.shape
+    width = math.gcd(groups, count)  # numbers of a load
+    is_float = ref.dtype == jnp.float32
+    dtype = jnp.float32 if is_float else jnp.int32
+    result = (plgpu.ShapeDtypeStruct((ROWS,), dtype, layout=_OF_OUTPUTS),) * count
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * 2), return_type=result)
+    def load(ctx: Any, ref: Any, output: Any, group: Any) -> Any:
+        del ctx
+        i64 = ir.IntegerType.get_signless(64)
+        element = ir.MemRefType(ref.type).element_type
+        kind = ir.F32Type.get() if is_float else ir.IntegerType.get_signless(32)
+        base = llvm.addrspacecast(llvm.PointerType.get(address_space=1), mgpu.utils.memref_ptr(ref))
+        warp, lane = warp_and_lane()
+        mine = arith.addi(arith.muli(warp, constant(16)), arith.divui(lane, constant(4)))
+        values: list[list[Any]] = [[] for _ in range(count)]
+        for half in range(2):
+            row = arith.addi(scalar(output), arith.addi(mine, constant(8 * half)))
+            row = arith.extsi(i64, arith.minsi(row, constant(outputs - 1)))
+            for first in range(0, count, width):
+                place = arith.minsi(arith.addi(scalar(group), constant(first)), constant(groups - width))
+                at = arith.addi(arith.muli(row, constant(groups, 64)), arith.extsi(i64, place))
+                found = (_floats if is_float else _bytes)(offset(base, at, element), width)
+                for i, value in enumerate(found):
+                    values[first + i].append(value)
+        one = ir.VectorType.get((1,), kind)
+        zero = arith.constant(kind, ir.FloatAttr.get(kind, 0.0) if is_float else ir.IntegerAttr.get(kind, 0))
+        filled = []
+        for pair in values:
+            array = mgpu.FragmentedArray.splat(
+                zero, (ROWS,), _OF_OUTPUTS.to_mgpu(), is_signed=None if is_float else True
+            )
+            for i, value in enumerate(pair):
+                array.registers.flat[i] = vector.from_elements(one, [value])
+            filled.append(array)
+        return tuple(filled)
+
+    return tuple(load(ref, output, group))
+
+
+def _floats(at: Any, count: int) -> list[Any]:
+    """So many neighbouring float32 numbers in global memory, at a multiple of their bytes."""
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    found: list[Any] = []
+    for first in range(0, count, 4):
+        width = min(count, 4)
+        words = "{" + ", ".join(f"${i}" for i in range(width)) + "}" if width > 1 else "$0"
+        shape = f".v{width}" if width > 1 else ""
+        kinds = [i32] * width if width > 1 else i32
+        one = instruction(
+            f"ld.global.nc{shape}.b32 {words}, [${width}];", offset(at, constant(first), f32), result=kinds
+        )
+        found += one if width > 1 else [one]
+    return [arith.bitcast(f32, word) for word in found]
+
+
+def _bytes(at: Any, count: int) -> list[Any]:
+    """So many neighbouring bytes in global memory, at a multiple of their number."""
+    i32 = ir.IntegerType.get_signless(32)
+    if count == 8:
+        words = instruction("ld.global.nc.v2.b32 {$0, $1}, [$2];", at, result=[i32, i32])
+    else:
+        words = [instruction(f"ld.global.nc.u{8 * count} $0, [$1];", at, result=i32)]
+    shifted = [arith.shrui(words[i // 4], constant(8 * (i % 4))) for i in range(count)]
+    return [arith.andi(one, constant(255)) for one in shifted]
+
+
+def add_products(
+    sums: tuple[jax.Array, ...], w_ref: Any, x_ref: Any, scales: Any, zero_points: Any, group: int
+) -> tuple[jax.Array, ...]:
+    """sums + (a stage's weights) @ x^T.
+
+    Args:
+        sums: float32 [64, rows], one for each 64 outputs.
+        w_ref: uint8 [64 * blocks, 128] in shared memory, see `api.py`.
+        x_ref: [4, rows, 64] in shared memory, of 16 bits.
+        scales, zero_points: of each block a tuple of arrays [64], one a group; zero points int32, or () for 8
+            throughout.
+        group: inputs of a group.
+    """
+    refs = plgpu.RefType(LINES)
+    of_groups, of_zeros = (tuple(tuple(_OF_OUTPUTS for _ in one) for one in given) for given in (scales, zero_points))
+    result = tuple(plgpu.ShapeDtypeStruct(one.shape, jnp.float32, layout=ACCUMULATOR) for one in sums)
+
+    @plgpu.inline_mgpu(arg_types=((ACCUMULATOR,) * len(sums), refs, refs, of_groups, of_zeros), return_type=result)
+    def add(ctx: Any, sums: Any, w: Any, x: Any, scales: Any, zero_points: Any) -> Any:
+        del ctx
+        numbers = _Numbers("bf16" if ir.MemRefType(x.type).element_type == ir.BF16Type.get() else "f16")
+        stage = _Stage(numbers, w, x, group, zero_points)
+        products = _products_of_few if stage.rows <= MOST_OF_FEW else _products_of_more
+        sums = list(sums)
+        for number, block, of_group in products(stage, len(scales[0]), sums):
+            factors = [numbers.factor(one) for one in _values(scales[block][number])]
+            sums[block] = rebuilt(sums[block], _scaled_sums(sums[block], of_group, factors))
+        return tuple(sums)
+
+    return tuple(add(sums, w_ref, x_ref, scales, zero_points))
+
+
+class _Stage(NamedTuple):
+    """A stage's operands, as a thread sees them."""
+
+    numbers: "_Numbers"
+    w: Any
+    x: Any
+    group: int
+    zero_points: Any
+
+    @property
+    def rows(self) -> int:
+        return ir.MemRefType(self.x.type).shape[1]
+
+    def biases(self, block: int, number: int) -> list[Any]:
+        """What is added to numbers of a group, of the upper and of the lower output."""
+        return self.numbers.biases(_values(self.zero_points[block][number]) if self.zero_points else None)
+
+
+def _products_of_more(stage: _Stage, groups: int, like: list[Any]) -> Iterator[tuple[int, int, list[Any]]]:
+    """(group, block, its products [64, rows]) by wgmma, which reads x from shared memory, in its order: so two bytes
+    here and two there are a thread's of an output. While products are computed, the next ones' numbers are made.
+
+    like: the accumulators of the blocks.
+    """
+    _, lane = warp_and_lane()
+    word = arith.divui(arith.remui(lane, constant(4)), constant(2))  # which two threads share
+    w = _Lines(stage.w, arith.muli(word, constant(4)), per_warp=16)
+    x_lines, rows = address(stage.x), stage.rows
+    issued = collections.deque[tuple[int, int, list[Any] | None]]()
+
+    def completed() -> Iterator[tuple[int, int, list[Any]]]:
+        """Waits for the products issued first: if these are the last of a group, they are it."""
+        number, block, registers = issued.popleft()
+        do(f"wgmma.wait_group.sync.aligned {len(issued)};")
+        if registers is not None:
+            (products,) = pinned(rebuilt(like[block], registers))
+            yield number, block, _values(products)
+
+    pieces = stage.group // (2 * _PIECE)
+    step = 2 if rows < 64 else 1  # pieces whose products are issued together, of 16 registers a thread
+    for number, block in itertools.product(range(groups), range(len(like))):
+        biases = stage.biases(block, number)
+        registers: list[Any] | None = None
+        for first in range(0, pieces, step):
+            at_once = range(first, min(first + step, pieces))
+            operands = [_operands(stage, w, block, number * pieces + i, biases) for i in at_once]
+            do("wgmma.fence.sync.aligned;")
+            for i, both in zip(at_once, operands, strict=True):
+                for half, lhs in enumerate(both):
+                    at = number * stage.group + half * (stage.group // 2) + i * _PIECE
+                    distance = at // DEPTH * rows * LINE_BYTES + at % DEPTH * 2
+                    rhs = descriptor(x_lines, distance, 0, ATOM_BYTES)
+                    registers = _wgmma(stage.numbers.kind, rows, registers, lhs, rhs)
+            do("wgmma.commit_group.sync.aligned;")
+            issued.append((number, block, registers if at_once.stop == pieces else None))
+            if len(issued) > 1:
+                yield from completed()
+    while issued:
+        yield from completed()
+
+
+def _products_of_few(stage: _Stage, groups: int, like: list[Any]) -> Iterator[tuple[int, int, list[Any]]]:
+    """(group, block, its products [64, rows]) by mma, of which each warp has its own, and reads x itself.
+
+    So a thread may take any inputs, if it takes the same of weights and of x: neighbouring ones, as many as four
+    threads share a half of a group by, four in each product.
+    """
+    half = stage.group // 2
+    _, lane = warp_and_lane()
+    quad = arith.remui(lane, constant(4))
+    w = _Lines(stage.w, arith.muli(quad, constant(half // 4)), per_warp=16)
+    x = _Lines(stage.x, arith.muli(quad, constant(half // 2)), per_warp=0)
+    f32 = ir.F32Type.get()
+    zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
+    eights = range(stage.rows // 8)
+    for number in range(groups):
+        inputs = [number * stage.group + i * half for i in range(2)]  # the first of each half
+        pairs = [
+            [
+                _even_and_odd(x.read(at % DEPTH * 2, half // 8, line=at // DEPTH * stage.rows + 8 * eight))
+                for at in inputs
+            ]
+            for eight in eights
+        ]
+        for block in range(len(like)):
+            biases = stage.biases(block, number)
+            words = [w.read(number * half, half // 16, line=ROWS * block + 8 * i) for i in range(2)]
+            products = [[zero] * 4 for _ in eights]
+            for step in range(half // 16):
+                upper_output, lower_output = (stage.numbers.eight(words[i][step], biases[i]) for i in range(2))
+                for i in range(2):
+                    lhs = [one for two in zip(upper_output[i], lower_output[i], strict=True) for one in two]
+                    for eight in eights:
+                        products[eight] = _mma(stage.numbers.kind, products[eight], lhs, pairs[eight][i][step])
+            yield number, block, [one for eight in products for one in eight]
+
+
+def _values(array: Any) -> list[Any]:
+    """What a thread has of it."""
+    return [vector.extract(register, [], [0]) for register in array.registers.flat]
+
+
+class _Lines:
+    """Reads of shared memory in lines of 128 bytes, by threads whose line is that of their l / 4, in their warp's.
+
+    Piece p of a line is where piece p XOR (the line % 8) would be; lines begin at multiples of 128 bytes.
+    """
+
+    def __init__(self, ref: Any, within: Any, *, per_warp: int) -> None:
+        """within: where in a line a thread's bytes begin. per_warp: lines of a warp; 0 if all warps have the same."""
+        i32 = ir.IntegerType.get_signless(32)
+        warp, lane = warp_and_lane()
+        eighth = arith.divui(lane, constant(4))
+        line = arith.addi(eighth, arith.muli(warp, constant(per_warp)))
+        base = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(ref))
+        first = arith.addi(base, arith.muli(line, constant(LINE_BYTES)))
+        self._start = arith.addi(first, arith.xori(within, arith.muli(eighth, constant(_PIECE))))
+
+    def read(self, first: int, count: int, *, line: int) -> list[Any]:
+        """So many neighbouring words `first` bytes and so many lines behind the thread's.
+
+        first, and where threads begin, have no bits in common, nor with the bytes of one read.
+        """
+        i32 = ir.IntegerType.get_signless(32)
+        found: list[Any] = []
+        for at in range(0, 4 * count, _PIECE):
+            width = min(count, _PIECE // 4)
+            names = ", ".join(f"${i}" for i in range(width))
+            shape, target = (f".v{width}", f"{{{names}}}") if width > 1 else ("", names)
+            place = arith.xori(self._start, constant(first + at))
+            ptx = f"ld.shared{shape}.b32 {target}, [${width}+{line * LINE_BYTES}];"
+            read = instruction(ptx, place, result=[i32] * width if width > 1 else i32)
+            found += read if width > 1 else [read]
+        return found
+
+
+def _operands(stage: _Stage, w: _Lines, block: int, piece: int, biases: list[Any]) -> list[list[Any]]:
+    """Registers of two operands [64, 16] of wgmma: of a piece's lower bits, and of its upper ones."""
+    _, lane = warp_and_lane()
+    odd = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(lane, constant(1)), constant(1))
+    # The bytes of a word that are this thread's, each to become the lower one of 16 bits.
+    which = arith.select(odd, constant(0x4342), constant(0x4140))
+    pairs = []
+    for second in range(2):  # two words on
+        for half in range(2):
+            line = ROWS * block + 8 * half
+            (word,) = w.read(piece * _PIECE + 8 * second, 1, line=line)
+            pairs.append(stage.numbers.four(word, which, biases[half]))
+    return [[lower for lower, _ in pairs], [upper for _, upper in pairs]]
+
+
+def _even_and_odd(words: list[Any]) -> list[list[Any]]:
+    """Of each two words of two numbers each: the first ones, and the second ones."""
+    i32 = ir.IntegerType.get_signless(32)
+    return [
+        [
+            llvm.inline_asm(i32, [a, b], f"prmt.b32 $0, $1, $2, {which};", "=r,r,r", has_side_effects=False)
+            for which in (0x5410, 0x7632)
+        ]
+        for a, b in zip(words[::2], words[1::2], strict=True)
+    ]
+
+
+class _Numbers:
+    """4-bit integers to two 16-bit floats a register.
+
+    Four bits are taken as the lowest ones of a float, or as those above them: so they are their number times a power of
+    two, far below all others (that the highest may be the exponent's lowest bit changes nothing). A multiplication
+    brings both to the number / 64 in bfloat16, / 512 in float16, and takes the zero point.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        # The powers of two that lower bits, upper bits and zero points are multiplied by; and -8 as the latter become.
+        constants = (0x7F00, 0x7D00, 0xFF00, 0xBE00) if kind == "bf16" else (0x7800, 0x6800, 0xF800, 0xA400)
+        self._lower, self._upper, self._negative, self._eight = (one * 0x00010001 for one in constants)
+        self._divisor = 64.0 if kind == "bf16" else 512.0
+
+    def factor(self, scale: Any) -> Any:
+        """What sums are multiplied by, of a group's scale."""
+        f32 = ir.F32Type.get()
+        return arith.mulf(scale, arith.constant(f32, ir.FloatAttr.get(f32, self._divisor)))
+
+    def biases(self, points: list[Any] | None) -> list[Any]:
+        """What is added to numbers, given their zero points; None for 8."""
+        if points is None:
+            return [constant(self._eight)] * 2
+        i32 = ir.IntegerType.get_signless(32)
+        ptx = f"{{ .reg .b32 a, b; mov.b32 a, {self._negative}; mov.b32 b, 0; fma.rn.{self.kind}x2 $0, $1, a, b; }}"
+        both = [arith.muli(one, constant(0x00010001)) for one in points]
+        return [llvm.inline_asm(i32, [one], ptx, "=r,r", has_side_effects=False) for one in both]
+
+    def four(self, word: Any, which: Any, bias: Any) -> list[Any]:
+        """Of two bytes of a word: the lower bits, and the upper ones.
+
+        which: these bytes, each to become the lower one of 16 bits, as prmt has it.
+        """
+        ptx = f"""
+            prmt.b32 a, $2, 0, $3;
+            and.b32 b, a, 0x00F000F0;
+            and.b32 a, a, 0x000F000F;
+            fma.rn.{self.kind}x2 $0, a, lower, $4;
+            fma.rn.{self.kind}x2 $1, b, upper, $4;"""
+        return self._made(ptx, 2, word, which, bias)
+
+    def eight(self, word: Any, bias: Any) -> tuple[list[Any], list[Any]]:
+        """Of a word's first and third byte, and of its second and fourth: the lower bits, and the upper ones."""
+        ptx = f"""
+            shr.b32 b, $4, 8;
+            and.b32 a, $4, 0x000F000F;
+            fma.rn.{self.kind}x2 $0, a, lower, $5;
+            and.b32 a, b, 0x000F000F;
+            fma.rn.{self.kind}x2 $1, a, lower, $5;
+            and.b32 a, $4, 0x00F000F0;
+            fma.rn.{self.kind}x2 $2, a, upper, $5;
+            and.b32 a, b, 0x00F000F0;
+            fma.rn.{self.kind}x2 $3, a, upper, $5;"""
+        found = self._made(ptx, 4, word, bias)
+        return found[:2], found[2:]
+
+    def _made(self, ptx: str, count: int, *operands: Any) -> list[Any]:
+        """So many registers that PTX makes of operands."""
+        i32 = ir.IntegerType.get_signless(32)
+        constants = f"mov.b32 lower, {self._lower}; mov.b32 upper, {self._upper};"
+        whole = f"{{ .reg .b32 a, b, lower, upper; {constants} {ptx} }}"
+        kinds = llvm.StructType.get_literal([i32] * count)
+        constraints = ",".join(["=r"] * count + ["r"] * len(operands))
+        found = llvm.inline_asm(kinds, list(operands), whole, constraints, has_side_effects=False)
+        return [llvm.extractvalue(i32, found, [i]) for i in range(count)]
+
+
+def _scaled_sums(sums: Any, products: list[Any], factors: list[Any]) -> list[Any]:
+    """sums + products * the factor of each output."""
+    f32 = ir.F32Type.get()
+    found = []
+    # Of every eight rows, a thread has two of each of its two outputs.
+    for i, (total, product) in enumerate(zip(_values(sums), products, strict=True)):
+        values = [product, factors[i // 2 % 2], total]
+        found.append(llvm.inline_asm(f32, values, "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f"))
+    return found
+
+
+def _wgmma(kind: str, rows: int, registers: list[Any] | None, lhs: list[Any], rhs: Any) -> list[Any]:
+    """registers, or zeros, + lhs [64, 16] @ rhs [16, rows]: lhs in four registers, rhs in lines of the shared axis."""
+    count = rows // 2
+    f32 = ir.F32Type.get()
+    names = [f"${i}" for i in range(count + 4)]
+    ptx = (
+        f"{{ .reg .pred add; setp.{'ne' if registers is None else 'eq'}.u32 add, 0, 0; "
+        f"wgmma.mma_async.sync.aligned.m64n{rows}k{STEP}.f32.{kind}.{kind} "
+        f"{{{','.join(names[:count])}}}, {{{','.join(names[count:])}}}, ${count + 4}, add, 1, 1, 0; }}"
+    )
+    added = registers or []
+    constraints = ["=f"] * count + ["r"] * 4 + ["l"] + [str(i) for i in range(len(added))]
+    kinds = llvm.StructType.get_literal([f32] * count)
+    result = llvm.inline_asm(kinds, [*lhs, rhs, *added], ptx, ",".join(constraints), has_side_effects=True)
+    return [llvm.extractvalue(f32, result, [i]) for i in range(count)]
+
+
+def _mma(kind: str, registers: list[Any], lhs: list[Any], rhs: list[Any]) -> list[Any]:
+    """registers + lhs [16, 16] @ rhs [16, 8] of a warp."""
+    f32 = ir.F32Type.get()
+    ptx = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    )
+    kinds = llvm.StructType.get_literal([f32] * 4)
+    constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
+    result = llvm.inline_asm(kinds, [*lhs, *rhs, *registers], ptx, constraints, has_side_effects=False)
+    return [llvm.extractvalue(f32, result, [i]) for i in range(4)]
+
+
+def store_outputs(
+    out_ref: Any, sums: jax.Array, split: jax.Array, row: jax.Array, rows: int, output: jax.Array, outputs: int
+) -> None:
+    """Stores sums [64, columns] as outputs from `output` on, of rows from `row` on, as far as there are that many.
+
+    out_ref: [splits, rows, outputs] in global memory.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ACCUMULATOR, *[plgpu.Layout.WG_SPLAT] * 3))
+    def store(ctx: Any, out: Any, sums: Any, split: Any, row: Any, output: Any) -> None:
+        del ctx
+        i64, f32 = ir.IntegerType.get_signless(64), ir.F32Type.get()
+        element = ir.MemRefType(out.type).element_type
+        base = llvm.addrspacecast(llvm.PointerType.get(address_space=1), mgpu.utils.memref_ptr(out))
+        warp, lane = warp_and_lane()
+        mine = arith.addi(arith.muli(warp, constant(16)), arith.divui(lane, constant(4)))
+        mine = arith.addi(scalar(output), mine)
+        first = arith.addi(scalar(row), arith.muli(arith.remui(lane, constant(4)), constant(2)))
+        part = arith.muli(arith.extsi(i64, scalar(split)), constant(rows, 64))
+        # Of every eight rows, a thread has two outputs of two rows.
+        for i, value in enumerate(_values(sums)):
+            eight, half, k = i // 4, i // 2 % 2, i % 2
+            at_row, at = arith.addi(first, constant(8 * eight + k)), arith.addi(mine, constant(8 * half))
+            line = arith.muli(arith.addi(part, arith.extsi(i64, at_row)), constant(outputs, 64))
+            with mgpu.utils.when(arith.andi(less(at_row, constant(rows)), less(at, constant(outputs)))):
+                rounded = value if element == f32 else arith.truncf(element, value)
+                llvm.store(rounded, offset(base, arith.addi(line, arith.extsi(i64, at)), element))
+
+    store(out_ref, sums, split, row, output)

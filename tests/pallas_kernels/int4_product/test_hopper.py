@@ -1,0 +1,116 @@
+"""Hopper's 4-bit product against float64: in the interpreter with its race detector, and on a GPU."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.pallas_kernels import int4_product
+from jpaged.pallas_kernels.int4_product.operands import Operands
+from jpaged.pallas_kernels.int4_product.reference import pack
+from jpaged.pallas_kernels.registry import missing
+from tests.pallas_kernels.int4_product.test_int4_product import exact, operands
+from tests.pallas_kernels.marks import on_gpu
+
+if missing("hopper") is not None:
+    pytest.skip(str(missing("hopper")), allow_module_level=True)
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jpaged.pallas_kernels.int4_product import hopper
+from jpaged.pallas_kernels.int4_product.hopper import TILINGS, Tiling
+
+BITS = {"bfloat16": 8, "float16": 11, "float32": 23}
+
+
+def compared(dtype, size, tiling=None, *, result=None, interpret=None):
+    """Checks a product against float64, within what rounding allows."""
+    rows, outputs, inputs, group, zeros = size
+    x, values, scale, zero = operands(rows, outputs, inputs, group, zeros)
+    x = jnp.asarray(x, dtype)
+    given = Operands(x, jnp.asarray(pack(values, group)), jnp.asarray(scale), zero, None)
+    kind = result or dtype
+    y = hopper.int4_product(given, group=group, dtype=jnp.dtype(kind), tiling=tiling, interpret=interpret)
+    assert y.dtype == kind
+    assert y.shape == (rows, outputs)
+    w, wide = exact(values, scale, zero, group), np.asarray(x, np.float64)
+    right, terms = wide @ w.T, np.abs(wide) @ np.abs(w).T
+    bound = terms * inputs * 2.0**-24 + np.abs(right) * 2.0 ** -BITS[kind]
+    assert np.all(np.abs(np.asarray(y, np.float64) - right) <= bound)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "tiling"),
+    [
+        (
+            "bfloat16",
+            (5, 72, 512, 128, True),
+            Tiling(8),
+        ),  # outputs, rows and tiles that end one inside the other
+        (
+            "float16",
+            (1, 200, 1792, 64, False),
+            Tiling(8, blocks=2, consumers=1, stages=2, splits=1),
+        ),  # more steps than stages
+        ("bfloat16", (37, 130, 1056, 32, True), Tiling(16, stages=3, splits=2)),  # inputs end in a step
+        ("bfloat16", (3, 136, 896, 128, True), Tiling(8, 2, 3, splits=3)),  # groups that no whole step has
+    ],
+)
+def test_the_interpreter_agrees_and_finds_no_race(dtype, size, tiling):
+    compared(dtype, size, tiling, interpret=plgpu.InterpretGPUParams(detect_races=True))
+
+
+def test_every_tiling_fits_a_multiprocessor():
+    for tiling in TILINGS:
+        assert tiling.shared_bytes <= hopper.SHARED_BYTES, tiling
+        assert tiling.stages >= 3, tiling
+
+
+@pytest.mark.parametrize(("ctas", "steps", "splits"), [(448, 16, 1), (64, 16, 4), (32, 56, 8), (48, 16, 5), (8, 3, 1)])
+def test_few_outputs_are_computed_by_parts_of_their_inputs(ctas, steps, splits):
+    assert hopper.splits_of(ctas, steps) == splits
+
+
+def test_what_the_kernel_refuses_it_names():
+    x, values, scale, _ = operands(3, 8, 64, 16)
+    with pytest.raises(ValueError, match="bfloat16 and float16, not float32"):
+        int4_product(x, pack(values, 16), scale, group=16, backend="hopper")
+    x = jnp.asarray(x, "bfloat16")
+    with pytest.raises(ValueError, match="it takes 256 inputs at a time, and there are 64"):
+        int4_product(x, pack(values, 16), scale, group=16, backend="hopper")
+    x, values, scale, _ = operands(3, 8, 256, 16)
+    with pytest.raises(ValueError, match="groups of 16 of form='int4'; it takes 32, 64, 128 of 'int4'"):
+        int4_product(jnp.asarray(x, "bfloat16"), pack(values, 16), scale, group=16, backend="hopper")
+
+
+def test_rows_up_to_64_take_it_and_of_groups_of_32_up_to_32():
+    w = np.zeros((8, 128), np.uint8)
+    taken = [hopper.worthwhile(np.zeros((rows, 256)), w, group, "int4") for rows in (64, 65) for group in (128, 64)]
+    assert taken == [True, True, False, False]
+    assert [hopper.worthwhile(np.zeros((rows, 256)), w, 32, "int4") for rows in (32, 33)] == [True, False]
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        ("bfloat16", (1, 6144, 4096, 128, False)),
+        ("bfloat16", (8, 4096, 14_336, 128, True)),
+        ("float16", (16, 4864, 896, 64, True)),
+        ("bfloat16", (3, 896, 4864, 32, True)),
+        ("bfloat16", (32, 4096, 4096, 128, True)),
+        ("float16", (64, 3072, 1024, 32, False)),
+        ("bfloat16", (200, 1000, 1312, 32, True)),
+    ],
+)
+def test_on_the_gpu_products_are_those_of_float64_within_rounding(dtype, size):
+    compared(dtype, size)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize(
+    "tiling", [*TILINGS, Tiling(8, 1, 2, 3, 1), Tiling(16, 1, 2, 3, 3), Tiling(32, 1, 4, 3)], ids=str
+)
+def test_on_the_gpu_every_tiling_is_right(tiling):
+    compared("bfloat16", (70, 1000, 2048, 64, True), tiling, result="float32")
