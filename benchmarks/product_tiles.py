@@ -4,7 +4,7 @@
     python benchmarks/product_tiles.py weights --rows 8 --json tiles.json
 
     weights        FP8 weights, rows in bfloat16
-    int4           4-bit weights in groups of 128, rows in bfloat16, by Hopper's kernel
+    int4-hopper    4-bit weights in groups of 128, rows in bfloat16, by Hopper's kernel
     int4-triton    likewise by Triton's
     few-rows       FP8 weights, rows that the kernel rounds, with what stands before and behind the product in a step
 
@@ -16,6 +16,7 @@ import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import product as product_of
 from pathlib import Path
@@ -39,7 +40,7 @@ from jpaged.pallas_kernels.int4_product import triton as int4
 from jpaged.pallas_kernels.int4_product.operands import Operands as Int4Operands
 
 Config = fp8.Config | int4.Config | few_rows.Config | int4_hopper.Tiling
-_FORMS = {"weights": "FP8 weights", "int4": "4 bits", "int4-triton": "4 bits", "few-rows": "rounded FP8"}
+_FORMS = {"weights": "FP8 weights", "int4-hopper": "4 bits", "int4-triton": "4 bits", "few-rows": "rounded FP8"}
 
 
 def configs(kind: str, rows: int) -> Sequence[Config]:
@@ -49,22 +50,14 @@ def configs(kind: str, rows: int) -> Sequence[Config]:
         cut += [(32, 512, 4, 4), (32, 512, 4, 8), (32, 256, 4, 8), (32, 256, 2, 8), (16, 512, 4, 8), (16, 1024, 4, 6)]
         return [few_rows.Config(*one) for one in [*cut, (128, 128, 4, 5), (128, 128, 8, 6), (64, 512, 4, 4)]]
     tile = max(16, min(64, rows))
-    if kind == "int4":
-        height = 8 if rows <= 8 else tile
-        cut = [
-            (1, 2, 3),
-            (1, 2, 4),
-            (1, 2, 5),
-            (1, 4, 3),
-            (1, 4, 5),
-            (2, 1, 3),
-            (2, 1, 4),
-            (2, 2, 3),
-            (2, 2, 4),
-            (1, 1, 5),
-        ]
-        tilings = [int4_hopper.Tiling(height, *one) for one in cut]
-        return [one for one in tilings if one.shared_bytes < int4_hopper.SHARED_BYTES]
+    if kind == "int4-hopper":
+        heights = [8 if rows <= 8 else tile] if rows <= 64 else [64, 128]
+        cut = product_of((1, 2), (1, 2, 3, 4), (2, 3, 4, 5))  # blocks, consumers, stages
+        found = []
+        for height, one in product_of(heights, cut):
+            with suppress(ValueError):  # it does not fit
+                found.append(int4_hopper.Tiling(height, *one))
+        return found
     if kind == "int4-triton":
         cut = [(64, 4, 4, 2), (64, 2, 4), (32, 2, 4, 2), (32, 2, 3, 1, 2), (64, 4, 3, 2, 2), (32, 4, 3, 2, 2)]
         cut += [(16, 1, 3, 1, 2), (64, 2, 3, 1, 2), (32, 2, 3, 2, 2)]
@@ -95,7 +88,7 @@ def operands(kind: str, layer: str, rows: int) -> tuple[list[Any], list[Any], ja
 def product(kind: str, layer: str, config: Config) -> Callable[..., Any]:
     if kind == "few-rows":
         return lambda x, w, scale: _few_rows_product(layer, config, *x, w, scale)
-    if kind == "int4":
+    if kind == "int4-hopper":
         of_hopper = partial(int4_hopper.int4_product, group=128, dtype=jnp.bfloat16, tiling=config)
         return lambda x, w, scale: of_hopper(Int4Operands(x, w, scale, None, None))
     if kind == "int4-triton":

@@ -206,6 +206,10 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
         (32, 4096, 14_336, 128, True, jnp.bfloat16),
         (32, 6144, 4096, 32, True, jnp.bfloat16),
         (64, 6144, 4096, 64, True, jnp.bfloat16),
+        (8, 6144, 4096, 32, True, jnp.bfloat16),
+        (16, 6144, 4096, 32, True, jnp.bfloat16),
+        (32, 6144, 4096, 64, True, jnp.bfloat16),
+        (64, 6144, 4096, 128, True, jnp.bfloat16),
     ):
         arguments = (Shape((rows, inputs), dtype), Shape((outputs, inputs // 2), jnp.uint8))
         arguments += (Shape((outputs, inputs // group), jnp.float32),)

@@ -63,8 +63,8 @@ def holds_latents(pool: ArrayLike) -> bool:
 
 
 def triton_on_hopper(device: Device, kv_pool: ArrayLike, *arguments: Any) -> bool:
-    """Whether a call is one for Triton, if Hopper's own kernel does not take it, although the device is a Hopper GPU:
-    those take neither e4m3 nor heads of more than 256 columns, and latents in decode steps alone; for `Op.also`."""
+    """Whether Triton stands in on Hopper for what Hopper's kernels refuse: pools in e4m3, heads of more than 256
+    columns, latents but for decode steps; for `Op.also`."""
     return is_hopper(device) and (holds_latents(kv_pool) or kv_pool.dtype == FP8 or kv_pool.shape[-1] > 256)
 
 

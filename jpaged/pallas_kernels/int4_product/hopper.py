@@ -7,9 +7,9 @@
                      x [4, rows, 64]: of the same       a group's sums = numbers x^T
                      --> full                           sums += a group's sums * its scales
 
-Four bits are taken as the lowest digits of 16-bit floats, which a multiplication makes large, and less their zero
-points in the same instruction. Scales multiply float32 sums. Products are a warp's own (mma) for up to 16 rows, and a
-warpgroup's (wgmma) for more; `hopper_primitives.py` says which inputs a thread takes for which.
+Four bits are read as the lowest bits of a subnormal 16-bit float. One FMA scales it and takes its zero point away.
+Scales multiply float32 sums. Products are a warp's (mma) for up to 16 rows, and a warpgroup's (wgmma) for more;
+`hopper_primitives.py` says which inputs a thread takes for each.
 """
 
 import dataclasses
@@ -31,11 +31,12 @@ from jpaged.pallas_kernels.int4_product.operands import Operands
 
 _GROUPS = (32, 64, 128)
 INPUTS = 256  # of a stage: 128 bytes of each output
-_PIECES = INPUTS // DEPTH
+_COPIES = INPUTS // DEPTH  # of a stage's x
 _MOST_ROWS, _MOST_ROWS_OF_32 = 64, 32  # groups of 32 have more scales at a time than registers are left for
 _MOST_SPLITS = 8
+_MOST_OUTPUTS = 256  # of a copy
 _PRODUCER = 40  # registers
-SHARED_BYTES = 226 << 10  # of a multiprocessor, less its barriers
+_SHARED_BYTES = 226 << 10  # of the 227 KiB that a CTA may have, less its barriers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +44,10 @@ class Tiling:
     """How the kernel is cut.
 
     Attributes:
-        rows: of a CTA: 8, 16, 32 or 64.
-        blocks: of 64 outputs, of a consumer; 1 or 2.
-        consumers: warpgroups that compute; 1 to 4.
-        stages: of the ring.
+        rows: of a CTA: 8, 16, 32, 64 or 128.
+        blocks: of 64 outputs, of a consumer. A CTA has at most 256 outputs.
+        consumers: warpgroups that compute; from 32 rows on two or more.
+        stages: of the ring, as far as they fit into shared memory.
         splits: parts of the inputs, whose sums XLA adds up; None for as many as keep the GPU reading.
     """
 
@@ -56,14 +57,24 @@ class Tiling:
     stages: int = 4
     splits: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.rows not in (8, 16, 32, 64, 128):
+            raise ValueError(f"rows must be 8, 16, 32, 64 or 128, got {self.rows}")
+        if min(self.blocks, self.consumers) < 1 or self.outputs > _MOST_OUTPUTS:
+            raise ValueError(f"blocks x consumers x {ROWS} must be at most {_MOST_OUTPUTS} outputs, got {self.outputs}")
+        if self.rows >= 32 and self.consumers < 2:
+            raise ValueError(f"consumers must be at least 2 with {self.rows} rows, got {self.consumers}")
+        if self.stages < 1 or self.stages * self.stage_bytes > _SHARED_BYTES:
+            raise ValueError(f"{self.stages} stages of {self.stage_bytes} bytes do not fit into {_SHARED_BYTES}")
+
     @property
     def outputs(self) -> int:
         return ROWS * self.blocks * self.consumers
 
     @property
     def registers(self) -> tuple[int, int] | None:
-        """Registers of a consumer's thread and of the producer's; None where all have what the compiler gives them, by
-        which two CTAs fit on a multiprocessor.
+        """Registers of a consumer's thread and of the producer's, all that there are. None for up to 16 rows, where all
+        threads have what the compiler takes: with 8 rows a second CTA fits on a multiprocessor.
         """
         if self.rows < 32:
             return None
@@ -75,26 +86,24 @@ class Tiling:
     def stage_bytes(self) -> int:
         return self.outputs * INPUTS // 2 + self.rows * INPUTS * 2
 
-    @property
-    def shared_bytes(self) -> int:
-        return self.stages * (self.stage_bytes + 16)
-
 
 TILINGS = (Tiling(8, 2, 1, 3), Tiling(16), Tiling(32, 2, 2, 3), Tiling(64))
-"""From few rows to many. Those of 8 and 32 rows were the fastest of a sweep on an H200, for an 8B model's gate, up and
-down together (`benchmarks/product_tiles.py`) or in its steps; the others are the table's first guess."""
+"""From few rows to many. Those of 8 and 32 rows are within 1 % of the fastest of a sweep on an H200, for an 8B model's
+gate, up and down together (`benchmarks/product_tiles.py`). For 16 and 64 no others were tried."""
 
 
 def pick_tiling(rows: int, group: int) -> Tiling:
     """The tiling for so many rows, and groups of so many inputs."""
     found = next((one for one in TILINGS if one.rows >= rows), TILINGS[-1])
-    if group < 64:  # scales of twice as many groups leave no registers for twice as many outputs
+    # Scales of twice as many groups leave no registers for twice as many outputs.
+    if group < (64 if found.rows < 32 else 128):
         found = dataclasses.replace(found, blocks=1, consumers=2)
     return found
 
 
 def splits_of(ctas: int, steps: int) -> int:
-    """Parts of the inputs, each of at least two of `steps`, so that two CTAs a multiprocessor read."""
+    """Parts of the inputs, each of at least two of `steps`: as many as make two CTAs a multiprocessor, whether or not
+    these run at the same time."""
     return max(1, min(_MOST_SPLITS, steps // 2, 2 * num_multiprocessors() // ctas))
 
 
@@ -165,8 +174,8 @@ class _Stages(NamedTuple):
     def of(cls, t: Tiling, dtype: jnp.dtype) -> "_Stages":
         return cls(
             w=plgpu.SMEM((t.stages, t.outputs, INPUTS // 2), jnp.uint8, transforms=LINES),
-            x=plgpu.SMEM((t.stages, _PIECES, t.rows, DEPTH), dtype, transforms=LINES),
-            full=plgpu.Barrier(num_barriers=t.stages, num_arrivals=1 + _PIECES),
+            x=plgpu.SMEM((t.stages, _COPIES, t.rows, DEPTH), dtype, transforms=LINES),
+            full=plgpu.Barrier(num_barriers=t.stages, num_arrivals=1 + _COPIES),
             free=plgpu.Barrier(num_barriers=t.stages, num_arrivals=t.consumers),
         )
 
@@ -240,7 +249,7 @@ def _load(c: _Cta) -> None:
         full = smem.full.at[slot]
         bytes_of = pl.ds(at * (INPUTS // 2), INPUTS // 2)
         plgpu.copy_gmem_to_smem(c.gmem.w.at[pl.ds(c.output, t.outputs), bytes_of], smem.w.at[slot], full)
-        for piece in range(_PIECES):
+        for piece in range(_COPIES):
             inputs = pl.ds(at * INPUTS + piece * DEPTH, DEPTH)
             plgpu.copy_gmem_to_smem(c.gmem.x.at[pl.ds(c.row, t.rows), inputs], smem.x.at[slot, piece], full)
 

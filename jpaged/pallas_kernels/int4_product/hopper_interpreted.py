@@ -33,7 +33,7 @@ def add_products(
 ) -> tuple[jax.Array, ...]:
     """sums + (a stage's weights) @ x^T; arguments as of `hopper_primitives`."""
     packed, x = w_ref[...], x_ref[...]
-    plgpu.commit_smem()  # as waiting for products does, it has the reads come before any copy to the same place
+    plgpu.commit_smem()  # for the detector of races, to which an arrival alone does not order reads before it
     x = jnp.concatenate(list(x), axis=1)  # [rows, inputs of a stage]
     added = []
     for block, total in enumerate(sums):

@@ -48,9 +48,7 @@ __all__ = [
     "zeros",
 ]
 
-MOST_OF_FEW = 16
-"""Rows up to which each warp multiplies by itself (mma), which took less time than wgmma for one row."""
-
+_MMA_ROWS = 16  # up to which each warp multiplies by itself (mma), which took less time than wgmma for one row
 _OF_OUTPUTS = ACCUMULATOR.reduce(1)
 _PIECE = 16  # bytes that the swizzle moves as one: 16 inputs of a group's first half, and 16 of its second
 
@@ -63,7 +61,7 @@ def stored_shape(shape: tuple[int, ...], padded: tuple[int, ...]) -> tuple[int, 
 
 def load_groups(ref: Any, output: jax.Array, group: jax.Array, count: int) -> tuple[jax.Array, ...]:
     """Numbers of `count` groups from `group` on, of 64 outputs from `output` on: float32 [64] a group, or int32 of
-    uint8. Behind the last output and the last group they are others, which are there.
+    uint8. Indices past the ends are clamped, and what comes of them is not used.
 
     ref: float32 or uint8 [outputs, groups] in global memory.
     """
@@ -116,9 +114,7 @@ def _floats(at: Any, count: int) -> list[Any]:
         words = "{" + ", ".join(f"${i}" for i in range(width)) + "}" if width > 1 else "$0"
         shape = f".v{width}" if width > 1 else ""
         kinds = [i32] * width if width > 1 else i32
-        one = instruction(
-            f"ld.global.nc{shape}.b32 {words}, [${width}];", offset(at, constant(first), f32), result=kinds
-        )
+        one = instruction(f"ld.global{shape}.b32 {words}, [${width}];", offset(at, constant(first), f32), result=kinds)
         found += one if width > 1 else [one]
     return [arith.bitcast(f32, word) for word in found]
 
@@ -127,9 +123,9 @@ def _bytes(at: Any, count: int) -> list[Any]:
     """So many neighbouring bytes in global memory, at a multiple of their number."""
     i32 = ir.IntegerType.get_signless(32)
     if count == 8:
-        words = instruction("ld.global.nc.v2.b32 {$0, $1}, [$2];", at, result=[i32, i32])
+        words = instruction("ld.global.v2.b32 {$0, $1}, [$2];", at, result=[i32, i32])
     else:
-        words = [instruction(f"ld.global.nc.u{8 * count} $0, [$1];", at, result=i32)]
+        words = [instruction(f"ld.global.u{8 * count} $0, [$1];", at, result=i32)]
     shifted = [arith.shrui(words[i // 4], constant(8 * (i % 4))) for i in range(count)]
     return [arith.andi(one, constant(255)) for one in shifted]
 
@@ -156,7 +152,7 @@ def add_products(
         del ctx
         numbers = _Numbers("bf16" if ir.MemRefType(x.type).element_type == ir.BF16Type.get() else "f16")
         stage = _Stage(numbers, w, x, group, zero_points)
-        products = _products_of_few if stage.rows <= MOST_OF_FEW else _products_of_more
+        products = _mma_products if stage.rows <= _MMA_ROWS else _wgmma_products
         sums = list(sums)
         for number, block, of_group in products(stage, len(scales[0]), sums):
             factors = [numbers.factor(one) for one in _values(scales[block][number])]
@@ -184,11 +180,12 @@ class _Stage(NamedTuple):
         return self.numbers.biases(_values(self.zero_points[block][number]) if self.zero_points else None)
 
 
-def _products_of_more(stage: _Stage, groups: int, like: list[Any]) -> Iterator[tuple[int, int, list[Any]]]:
-    """(group, block, its products [64, rows]) by wgmma, which reads x from shared memory, in its order: so two bytes
-    here and two there are a thread's of an output. While products are computed, the next ones' numbers are made.
+def _wgmma_products(stage: _Stage, groups: int, accumulators: list[Any]) -> Iterator[tuple[int, int, list[Any]]]:
+    """(group, block, its products [64, rows]) by wgmma, which reads x from shared memory. The order of inputs is
+    wgmma's: a thread needs two bytes of an output, and two more eight bytes on. While products are computed, the next
+    ones' numbers are made.
 
-    like: the accumulators of the blocks.
+    accumulators: of the blocks, for their shape.
     """
     _, lane = warp_and_lane()
     word = arith.divui(arith.remui(lane, constant(4)), constant(2))  # which two threads share
@@ -201,12 +198,12 @@ def _products_of_more(stage: _Stage, groups: int, like: list[Any]) -> Iterator[t
         number, block, registers = issued.popleft()
         do(f"wgmma.wait_group.sync.aligned {len(issued)};")
         if registers is not None:
-            (products,) = pinned(rebuilt(like[block], registers))
+            (products,) = pinned(rebuilt(accumulators[block], registers))
             yield number, block, _values(products)
 
     pieces = stage.group // (2 * _PIECE)
     step = 2 if rows < 64 else 1  # pieces whose products are issued together, of 16 registers a thread
-    for number, block in itertools.product(range(groups), range(len(like))):
+    for number, block in itertools.product(range(groups), range(len(accumulators))):
         biases = stage.biases(block, number)
         registers: list[Any] | None = None
         for first in range(0, pieces, step):
@@ -227,11 +224,13 @@ def _products_of_more(stage: _Stage, groups: int, like: list[Any]) -> Iterator[t
         yield from completed()
 
 
-def _products_of_few(stage: _Stage, groups: int, like: list[Any]) -> Iterator[tuple[int, int, list[Any]]]:
-    """(group, block, its products [64, rows]) by mma, of which each warp has its own, and reads x itself.
+def _mma_products(stage: _Stage, groups: int, accumulators: list[Any]) -> Iterator[tuple[int, int, list[Any]]]:
+    """(group, block, its products [64, rows]) by mma, for which each warp reads x itself.
 
-    So a thread may take any inputs, if it takes the same of weights and of x: neighbouring ones, as many as four
-    threads share a half of a group by, four in each product.
+    mma sums over inputs, so any order will do that weights and x share. Of each half of a group a thread takes a
+    quarter, neighbours, and four of these in each product.
+
+    accumulators: of the blocks, for their number.
     """
     half = stage.group // 2
     _, lane = warp_and_lane()
@@ -250,7 +249,7 @@ def _products_of_few(stage: _Stage, groups: int, like: list[Any]) -> Iterator[tu
             ]
             for eight in eights
         ]
-        for block in range(len(like)):
+        for block in range(len(accumulators)):
             biases = stage.biases(block, number)
             words = [w.read(number * half, half // 16, line=ROWS * block + 8 * i) for i in range(2)]
             products = [[zero] * 4 for _ in eights]
@@ -271,7 +270,8 @@ def _values(array: Any) -> list[Any]:
 class _Lines:
     """Reads of shared memory in lines of 128 bytes, by threads whose line is that of their l / 4, in their warp's.
 
-    Piece p of a line is where piece p XOR (the line % 8) would be; lines begin at multiples of 128 bytes.
+    The swizzle stores piece p of line n in place of piece p XOR (n % 8). Lines begin at multiples of 128 bytes. All
+    reads are done when a barrier is arrived at after them, which has the producer fill the stage again.
     """
 
     def __init__(self, ref: Any, within: Any, *, per_warp: int) -> None:
@@ -287,7 +287,7 @@ class _Lines:
     def read(self, first: int, count: int, *, line: int) -> list[Any]:
         """So many neighbouring words `first` bytes and so many lines behind the thread's.
 
-        first, and where threads begin, have no bits in common, nor with the bytes of one read.
+        `first`, the thread's own start and the offset within one read use different bits, since they are XORed.
         """
         i32 = ir.IntegerType.get_signless(32)
         found: list[Any] = []

@@ -52,17 +52,48 @@ def compared(dtype, size, tiling=None, *, result=None, interpret=None):
             Tiling(8, blocks=2, consumers=1, stages=2, splits=1),
         ),  # more steps than stages
         ("bfloat16", (37, 130, 1056, 32, True), Tiling(16, stages=3, splits=2)),  # inputs end in a step
-        ("bfloat16", (3, 136, 896, 128, True), Tiling(8, 2, 3, splits=3)),  # groups that no whole step has
+        ("bfloat16", (3, 136, 896, 128, True), Tiling(8, 2, 2, splits=3)),  # groups that no whole step has
     ],
 )
 def test_the_interpreter_agrees_and_finds_no_race(dtype, size, tiling):
     compared(dtype, size, tiling, interpret=plgpu.InterpretGPUParams(detect_races=True))
 
 
-def test_every_tiling_fits_a_multiprocessor():
-    for tiling in TILINGS:
-        assert tiling.shared_bytes <= hopper.SHARED_BYTES, tiling
-        assert tiling.stages >= 3, tiling
+def exactly(dtype, size, tiling=None, *, interpret=None):
+    """Checks a product whose numbers are such that any order of sums is exact, and that a row of NaN spoils itself
+    alone: all bits of weights, zero points up to 255 among them, in their places."""
+    rows, outputs, inputs, group, zeros = size
+    rng = np.random.default_rng(5)
+    x = rng.integers(-2, 3, (rows, inputs)).astype(np.float32)
+    values = rng.integers(0, 16, (outputs, inputs), np.uint8)
+    scale = 2.0 ** rng.integers(-3, 4, (outputs, inputs // group))
+    zero = rng.choice(np.array([0, 1, 8, 15, 17, 255], np.uint8), scale.shape) if zeros else None
+    right = x.astype(np.float64) @ exact(values, scale, zero, group).T
+    x[-1] = np.nan
+    given = Operands(jnp.asarray(x, dtype), jnp.asarray(pack(values, group)), jnp.asarray(scale, "float32"), zero, None)
+    y = hopper.int4_product(given, group=group, dtype=jnp.dtype("float32"), tiling=tiling, interpret=interpret)
+    np.testing.assert_array_equal(np.asarray(y)[:-1], right[:-1])
+    assert np.isnan(np.asarray(y)[-1]).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_the_interpreter_is_exact_where_sums_are(dtype, group):
+    exactly(dtype, (3, 40, 384, group, True), Tiling(8, stages=2), interpret=plgpu.InterpretGPUParams())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ((24,), "rows must be 8, 16, 32, 64 or 128, got 24"),
+        ((8, 2, 3), "blocks x consumers x 64 must be at most 256 outputs, got 384"),
+        ((32, 2, 1), "consumers must be at least 2 with 32 rows, got 1"),
+        ((64, 2, 2, 4), "4 stages of 65536 bytes do not fit into 231424"),
+    ],
+)
+def test_what_no_tiling_can_be_is_named(sizes, said):
+    with pytest.raises(ValueError, match=said):
+        Tiling(*sizes)
 
 
 @pytest.mark.parametrize(("ctas", "steps", "splits"), [(448, 16, 1), (64, 16, 4), (32, 56, 8), (48, 16, 5), (8, 3, 1)])
@@ -80,13 +111,6 @@ def test_what_the_kernel_refuses_it_names():
     x, values, scale, _ = operands(3, 8, 256, 16)
     with pytest.raises(ValueError, match="groups of 16 of form='int4'; it takes 32, 64, 128 of 'int4'"):
         int4_product(jnp.asarray(x, "bfloat16"), pack(values, 16), scale, group=16, backend="hopper")
-
-
-def test_rows_up_to_64_take_it_and_of_groups_of_32_up_to_32():
-    w = np.zeros((8, 128), np.uint8)
-    taken = [hopper.worthwhile(np.zeros((rows, 256)), w, group, "int4") for rows in (64, 65) for group in (128, 64)]
-    assert taken == [True, True, False, False]
-    assert [hopper.worthwhile(np.zeros((rows, 256)), w, 32, "int4") for rows in (32, 33)] == [True, False]
 
 
 @pytest.mark.gpu
@@ -114,3 +138,21 @@ def test_on_the_gpu_products_are_those_of_float64_within_rounding(dtype, size):
 )
 def test_on_the_gpu_every_tiling_is_right(tiling):
     compared("bfloat16", (70, 1000, 2048, 64, True), tiling, result="float32")
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "size",
+    [
+        (8, 6144, 4096, 128, True),
+        (3, 40, 256, 128, False),  # fewer outputs than a tile, one step
+        (9, 1001, 1376, 32, True),  # nothing that divides
+        (16, 512, 1792, 64, True),
+        (33, 4096, 4096, 64, False),
+        (64, 1000, 14_336, 128, True),
+    ],
+)
+def test_on_the_gpu_products_are_exact_where_sums_are(dtype, size):
+    exactly(dtype, size)
