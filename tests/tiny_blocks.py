@@ -188,6 +188,16 @@ def models_of_blocks() -> list[TinyModel]:
     glm = {"num_key_value_heads": 2, "head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True}
     glm["pad_token_id"] = 0
     cohere = {"layer_norm_eps": 1e-5, "tie_word_embeddings": True, "num_key_value_heads": 2, "pad_token_id": 0}
+    cohere_experts = {
+        "model_type": "cohere2_moe",
+        "head_dim": 16,
+        "intermediate_size": 40,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "expert_selection_fn": "sigmoid",
+        "use_parallel_block": True,
+        **window,
+    }
     stablelm = {"num_key_value_heads": 4, "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25}
     starcoder2 = {"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "num_key_value_heads": 2}
     falcon = {"activation": "gelu", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "ffn_hidden_size": 112}
@@ -195,6 +205,8 @@ def models_of_blocks() -> list[TinyModel]:
     gptj = {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_inner": 112, "n_positions": MAX_LENGTH}
     bloom = {"hidden_size": 64, "n_layer": 2, "seq_length": MAX_LENGTH, "tie_word_embeddings": True}
     mpt = {"d_model": 64, "n_layers": 2, "max_seq_len": MAX_LENGTH, "no_bias": True, "tie_word_embeddings": True}
+    dbrx = {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": MAX_LENGTH, "pad_token_id": 0}
+    olmo_hybrid = {"model_type": "olmo_hybrid", "num_hidden_layers": 4, "pad_token_id": 0}
     glm45 = {
         "first_k_dense_replace": 1,
         "n_routed_experts": 16,
@@ -296,6 +308,7 @@ def models_of_blocks() -> list[TinyModel]:
         ),
         _of("gemma", "gemma", "GemmaForCausalLM", **gemma | {"hidden_activation": None, "hidden_act": "gelu"}),
         _of("gemma2", "gemma", "Gemma2ForCausalLM", **gemma2),
+        _of("vaultgemma", "gemma", "VaultGemmaForCausalLM", **gemma2 | {"num_key_value_heads": 4}),
         _of("gemma3", "gemma", "Gemma3ForCausalLM", rope_scaling={"rope_type": "linear", "factor": 8.0}, **gemma3),
         _of("mimo-v2-flash-style", "mimo", "MiMoV2FlashForCausalLM", **mimo),
         _of("gemma3n-e4b-style", "gemma3n", "Gemma3nForCausalLM", **gemma3n),
@@ -342,6 +355,35 @@ def models_of_blocks() -> list[TinyModel]:
             rope_scaling=yarn,
             pad_token_id=0,
             **window,
+        ),
+        _of(
+            "olmo-hybrid-7b-style",
+            "olmo_hybrid",
+            "OlmoHybridForCausalLM",
+            rope_parameters={"rope_theta": None, "rope_type": "default"},
+            linear_num_key_heads=12,
+            linear_num_value_heads=12,
+            linear_key_head_dim=8,
+            linear_value_head_dim=16,
+            stored_convolution_shape=[128, 1, 4],  # as transformers saves it
+            **olmo_hybrid,
+        ),
+        _of(
+            "olmo-hybrid-rope",
+            "olmo_hybrid",
+            "OlmoHybridForCausalLM",
+            layer_types=["full_attention", "linear_attention", "linear_attention", "full_attention"],
+            num_key_value_heads=2,
+            rope_theta=5e5,
+            attention_bias=True,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=24,
+            linear_value_head_dim=12,
+            linear_conv_kernel_dim=3,
+            linear_allow_neg_eigval=False,
+            tie_word_embeddings=True,
+            **olmo_hybrid,
         ),
         _of(
             "exaone4-32b-style",
@@ -485,6 +527,29 @@ def models_of_blocks() -> list[TinyModel]:
             **cohere,
             **window,
         ),
+        _of(
+            "north-mini-code-style",
+            "cohere",
+            "Cohere2MoeForCausalLM",
+            logit_scale=1.0,
+            num_hidden_layers=3,
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            first_k_dense_replace=1,
+            prefix_dense_intermediate_size=112,
+            norm_topk_prob=False,
+            num_shared_experts=0,
+            **cohere | cohere_experts,
+        ),
+        _of(
+            "command-a-plus-style",
+            "cohere",
+            "Cohere2MoeForCausalLM",
+            logit_scale=0.25,
+            sliding_window_pattern=2,
+            num_shared_experts=2,
+            shared_expert_combination_strategy="average",
+            **cohere | cohere_experts | {"rms_norm_eps": None},
+        ),
         _of("stablelm", "stablelm", "StableLmForCausalLM", use_qkv_bias=True, **stablelm),
         _of(
             "stablelm-12b-style",
@@ -529,6 +594,29 @@ def models_of_blocks() -> list[TinyModel]:
         _of("bloom", "bloom", "BloomForCausalLM", n_head=4, layer_norm_epsilon=1e-5, **bloom),
         _of("mpt", "mpt", "MptForCausalLM", n_heads=4, attn_config={"alibi": True}, **mpt),
         _of("mpt-30b-style", "mpt", "MPTForCausalLM", n_heads=8, attn_config={"clip_qkv": 1.5, "alibi": True}, **mpt),
+        _of(
+            "dbrx-style",
+            "dbrx",
+            "DbrxForCausalLM",
+            attn_config={"clip_qkv": 1.5, "kv_n_heads": 2, "rope_theta": 5e5},
+            rope_theta=5e5,  # transformers reads this one alone
+            ffn_config={"ffn_hidden_size": 40, "moe_num_experts": 8, "moe_top_k": 3},
+            **dbrx,
+        ),
+        _of(
+            "dbrx-all-options",
+            "dbrx",
+            "DbrxForCausalLM",
+            attn_config={"clip_qkv": 8, "kv_n_heads": 1, "rope_theta": 1e4},
+            ffn_config={
+                "ffn_act_fn": {"name": "gelu"},
+                "ffn_hidden_size": 48,
+                "moe_num_experts": 6,
+                "moe_top_k": 2,
+                "moe_normalize_expert_weights": None,
+            },
+            **dbrx,
+        ),
         sparse(
             "olmoe",
             "Olmoe",
@@ -645,7 +733,7 @@ def _of(name: str, family: str, architecture: str, **changes: Any) -> TinyModel:
     """A case with Llama's entries, of which each family reads those that it knows; GPT-J, BLOOM and MPT have their
     own."""
     config = llama(name).config
-    if family in ("gptj", "bloom", "mpt"):
+    if family in ("gptj", "bloom", "mpt", "dbrx"):
         config = {entry: config[entry] for entry in ("vocab_size", "bos_token_id", "eos_token_id")}
     named = {"architectures": [architecture], "model_type": architecture.removesuffix("ForCausalLM").lower()}
     return TinyModel(name, family, config | named | changes)

@@ -149,6 +149,8 @@ def _draw_parameter(case: TinyModel, name: str, shape: tuple[int, ...]) -> np.nd
         names |= {"router.weight": "router.layer.weight"}
         block, _, part = name.partition(".block_sparse_moe.")
         return draw(case, f"{block}.block_sparse_moe.{names[part]}" if part else name, shape)
+    if case.family == "olmo_hybrid":
+        return _draw_olmo_hybrid(case, name, shape)
     name = name.replace(".gate.moe_statics.", ".moe_statics.")  # of ERNIE 4.5
     name = name.replace("self_attn.sinks", "self_attn.attention_sink_bias")  # of MiMo-V2-Flash
     prefix, _, part = name.rpartition(".experts.")
@@ -170,6 +172,14 @@ def _draw_parameter(case: TinyModel, name: str, shape: tuple[int, ...]) -> np.nd
     stored = [f"{prefix}.experts.{expert}.{one}.weight" for expert in range(experts) for one in names[part]]
     stacked = [draw(case, one, each) for one in stored]
     return np.asarray(stacked).reshape(shape)
+
+
+def _draw_olmo_hybrid(case: TinyModel, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Likewise of OLMo Hybrid's, whose checkpoints have three tensors of each convolution, here of equal sizes."""
+    if not name.endswith(".conv1d.weight"):
+        return draw(case, name, shape)
+    third = (shape[0] // 3, *shape[1:])
+    return np.concatenate([draw(case, name.replace(".conv1d.", f".{one}_conv1d."), third) for one in "qkv"])
 
 
 def draw(case: TinyModel, tensor: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -37,7 +37,7 @@ from jpaged.models.blocks import (
 from jpaged.models.collectives import Collectives
 from jpaged.models.config import KVHeads, ModelConfig, inner_columns
 from jpaged.models.config_reader import ConfigReader, divide_into_heads
-from jpaged.models.delta_net import GatedDeltaNet, delta_net_pieces
+from jpaged.models.delta_net import GatedDeltaNet, delta_net_pieces, separate_delta_net_pieces
 from jpaged.models.dense import dense_causal_attend
 from jpaged.models.experts import ClampedSwiGLU, Routing, SparseConfig, SparseMLP, feed_forward, sigmoid_routing
 from jpaged.models.family import (
@@ -181,6 +181,7 @@ __all__ = [
     "resolve_dtype",
     "run_layers",
     "save_pretrained",
+    "separate_delta_net_pieces",
     "sigmoid_routing",
     "sparse_fields",
     "supported_architectures",

@@ -28,7 +28,7 @@ from jpaged.models.family import Attend
 from jpaged.models.latent import LatentAttention
 from jpaged.models.layer_inputs import LayerInputs
 from jpaged.models.layers import MLP, Attention, GatedMLP, run_layers
-from jpaged.models.linear import Embedding, Reader, times
+from jpaged.models.linear import Embedding, PartialSum, Reader, times
 from jpaged.models.norms import HeadNorms, Norm
 from jpaged.models.recurrence import RecurrentLayer
 from jpaged.models.residual import PLAIN_XLA, Kernels, Stream, begin_stream
@@ -171,12 +171,7 @@ class SequentialBlock(nnx.Module):
     def _feed_forward(self, stream: Stream) -> None:
         if self.mlp is not None:
             read = self._read(stream, self.mlp_norm, self.mlp)
-            given = (
-                self.mlp(read, stream.backend, stream.live, stream.counts)
-                if isinstance(self.mlp, SparseMLP)
-                else self.mlp(read, stream.backend)
-            )
-            self._add(stream, given, self.after_mlp)
+            self._add(stream, _given_by(self.mlp, read, stream), self.after_mlp)
 
     def _read(self, stream: Stream, norm: Norm | None, reader: Reader) -> Any:
         """What a part reads: an array, or `Rows` where it takes them."""
@@ -195,28 +190,37 @@ class ParallelBlock(nnx.Module):
 
     mlp_norm: of what the MLP reads; the attention's norm if None.
     head_norms, rope: as of `SequentialBlock`.
+    mlp_scale: multiplies what the MLP gives.
     """
 
     def __init__(
         self,
         attention: Attention,
-        mlp: MLP | GatedMLP,
+        mlp: MLP | GatedMLP | SparseMLP,
         *,
         attention_norm: Norm,
         mlp_norm: Norm | None = None,
         head_norms: HeadNorms | None = None,
         rope: int | None = 0,
+        mlp_scale: float = 1.0,
     ) -> None:
         self.attention, self.mlp = attention, mlp
         self.attention_norm, self.mlp_norm, self.head_norms = attention_norm, mlp_norm, head_norms
-        self.rope = rope
+        self.rope, self.mlp_scale = rope, mlp_scale
 
     def __call__(self, stream: Stream, places: Places, attend: Attend) -> None:
         rotation = None if self.rope is None else places.rotations[self.rope]
         normed = stream.normed(self.attention_norm)
         of_mlp = normed if self.mlp_norm is None else stream.normed(self.mlp_norm)
         given = self.attention(normed, attend, rotation, self.head_norms, stream.backend)
-        stream.add(given + self.mlp(of_mlp, stream.backend))
+        stream.add(given + _given_by(self.mlp, of_mlp, stream).times(self.mlp_scale))
+
+
+def _given_by(mlp: MLP | GatedMLP | SparseMLP, read: Any, stream: Stream) -> PartialSum:
+    """What an MLP or experts give for what they read."""
+    if isinstance(mlp, SparseMLP):
+        return mlp(read, stream.backend, stream.live, stream.counts)
+    return mlp(read, stream.backend)
 
 
 Block = SequentialBlock | ParallelBlock

@@ -1,7 +1,7 @@
-"""The gated delta net (Yang et al. 2024, arXiv:2412.06464), as Qwen3-Next and Qwen3.5 have it.
+"""The gated delta net (Yang et al. 2024, arXiv:2412.06464), as Qwen3-Next, Qwen3.5 and OLMo Hybrid have it.
 
 x --qkvz-> queries, keys, values --short convolution--> the gated delta rule --norm, times silu(z)--> out
-  --ba---> beta = sigmoid(b), log_decay = -exp(a_log) softplus(a + dt_bias)
+  --ba---> beta = sigmoid(b), or twice that, log_decay = -exp(a_log) softplus(a + dt_bias)
 """
 
 from collections.abc import Iterator
@@ -35,12 +35,22 @@ class GatedDeltaNet(RecurrentLayer):
         ba   [hidden, key_heads, 2 group]                           its group's b, then a
 
     num_layers: of the model, for the scale of random weights.
+    doubled: beta is twice the sigmoid, so that a state's eigenvalues may be negative (OLMo Hybrid; Grazzi et al. 2024,
+        arXiv:2411.12537).
     """
 
     def __init__(
-        self, state: DeltaState, hidden: int, num_layers: int, eps: float, dtype: jnp.dtype, rngs: nnx.Rngs
+        self,
+        state: DeltaState,
+        hidden: int,
+        num_layers: int,
+        eps: float,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        *,
+        doubled: bool = False,
     ) -> None:
-        self.state = state
+        self.state, self.doubled = state, doubled
         heads, group, wide = state.key_heads, state.group, jnp.dtype(jnp.float32)
         inner = 2 * state.key_dim + 2 * group * state.value_dim
         self.qkvz = Linear((hidden,), (heads, inner), hidden**-0.5, dtype, rngs, shard_axis=1)
@@ -61,7 +71,8 @@ class GatedDeltaNet(RecurrentLayer):
         b, a = jnp.split(ba, 2, axis=-1)
         log_decay = -jnp.exp(self.a_log[...]) * jax.nn.softplus(a + self.dt_bias[...])
         mixed = recurrence.convolve(channels.reshape(tokens, -1), kernel.reshape(kernel.shape[0], -1))
-        gates = log_decay.reshape(tokens, -1), jax.nn.sigmoid(b).reshape(tokens, -1)
+        beta = jax.nn.sigmoid(b) * (2 if self.doubled else 1)
+        gates = log_decay.reshape(tokens, -1), beta.reshape(tokens, -1)
         y = recurrence.gated_delta_rule(*state.split(mixed), *gates)
         return self.out.partial_sum(self.norm.gated(y, z.reshape(y.shape)), backend)
 
@@ -73,40 +84,82 @@ def delta_net_pieces(theirs: str, ours: str, hidden: int, state: DeltaState, *, 
         its own, but for queries, keys and values: all queries come first, then all keys, all values (Qwen3.5). The
         convolution's channels stand so in both.
     """
-    heads, group, size = state.key_heads, state.group, state.key_dim
-    values = group * state.value_dim  # of a key head
+    heads, group, channels = state.key_heads, state.group, state.channels
     if joined:
-        for name, inner in (("qkvz", 2 * size + 2 * values), ("ba", 2 * group)):
+        values = group * state.value_dim  # of a key head
+        for name, inner in (("qkvz", 2 * state.key_dim + 2 * values), ("ba", 2 * group)):
             shape, split = (heads * inner, hidden), (heads, inner, hidden)
             yield Piece(f"{theirs}.in_proj_{name}.weight", shape, f"{ours}.{name}", split, (2, 0, 1))
     else:
-        yield from _by_head(f"{theirs}.in_proj_qkv.weight", f"{ours}.qkvz", hidden, state)
-        for name, ours_too, inner, first in (
-            ("z", "qkvz", values, 2 * size + values),
-            ("b", "ba", group, 0),
-            ("a", "ba", group, group),
-        ):
-            shape, split = (heads * inner, hidden), (heads, inner, hidden)
-            yield Piece(f"{theirs}.in_proj_{name}.weight", shape, f"{ours}.{ours_too}", split, (2, 0, 1), (0, 0, first))
-    yield from _by_head(f"{theirs}.conv1d.weight", f"{ours}.convolution", state.width, state, middle=(1,))
+        yield from _by_head({f"{theirs}.in_proj_qkv.weight": channels}, f"{ours}.qkvz", hidden, state)
+        names = {name: f"{theirs}.in_proj_{name}.weight" for name in "zba"}
+        yield from _gates(names, ours, hidden, state)
+    convolution = {f"{theirs}.conv1d.weight": channels}
+    yield from _by_head(convolution, f"{ours}.convolution", state.width, state, middle=(1,))
+    yield from _after_products(theirs, ours, hidden, state, norm="norm", out="out_proj")
+
+
+def separate_delta_net_pieces(
+    theirs: str, ours: str, hidden: int, state: DeltaState, convolved: tuple[int, int, int]
+) -> Iterator[Piece]:
+    """Likewise, of a checkpoint with a projection each for queries, keys, values, z, b and a, and with three tensors of
+    the convolution (OLMo Hybrid).
+
+    convolved: channels of each of the three.
+    """
+    keys, values = state.key_heads * state.key_dim, state.value_heads * state.value_dim
+    rows = {"q": keys, "k": keys, "v": values}
+    projections = {f"{theirs}.{name}_proj.weight": count for name, count in rows.items()}
+    yield from _by_head(projections, f"{ours}.qkvz", hidden, state)
+    names = {one: f"{theirs}.{name}_proj.weight" for one, name in (("z", "g"), ("b", "b"), ("a", "a"))}
+    yield from _gates(names, ours, hidden, state)
+    convolution = {f"{theirs}.{name}_conv1d.weight": count for name, count in zip("qkv", convolved, strict=True)}
+    yield from _by_head(convolution, f"{ours}.convolution", state.width, state, middle=(1,))
+    yield from _after_products(theirs, ours, hidden, state, norm="o_norm", out="o_proj")
+
+
+def _gates(names: dict[str, str], ours: str, hidden: int, state: DeltaState) -> Iterator[Piece]:
+    """The projections of z, b and a, one tensor each. names: of the tensors."""
+    heads, group = state.key_heads, state.group
+    values = group * state.value_dim  # of a key head
+    for name, place, inner, first in (
+        ("z", "qkvz", values, 2 * state.key_dim + values),
+        ("b", "ba", group, 0),
+        ("a", "ba", group, group),
+    ):
+        shape, split = (heads * inner, hidden), (heads, inner, hidden)
+        yield Piece(names[name], shape, f"{ours}.{place}", split, (2, 0, 1), (0, 0, first))
+
+
+def _after_products(theirs: str, ours: str, hidden: int, state: DeltaState, *, norm: str, out: str) -> Iterator[Piece]:
+    heads, group = state.key_heads, state.group
     for name, own in (("A_log", "a_log"), ("dt_bias", "dt_bias")):
         yield Piece(f"{theirs}.{name}", (heads * group,), f"{ours}.{own}", (heads, group), (0, 1))
-    yield pieces.norm(f"{theirs}.norm", f"{ours}.norm", state.value_dim)
+    yield pieces.norm(f"{theirs}.{norm}", f"{ours}.norm", state.value_dim)
     shape = (hidden, state.value_heads * state.value_dim)
     by_head = (hidden, state.value_heads, state.value_dim)
-    yield Piece(f"{theirs}.out_proj.weight", shape, f"{ours}.out", by_head, (1, 2, 0))
+    yield Piece(f"{theirs}.{out}.weight", shape, f"{ours}.out", by_head, (1, 2, 0))
 
 
 def _by_head(
-    tensor: str, parameter: str, columns: int, state: DeltaState, middle: tuple[int, ...] = ()
+    tensors: dict[str, int], parameter: str, columns: int, state: DeltaState, middle: tuple[int, ...] = ()
 ) -> Iterator[Piece]:
-    """A tensor [channels, *middle, columns] whose rows are all queries, all keys, all values, into
-    [columns, key_heads, ...]. middle: axes of 1.
+    """Tensors [channels, *middle, columns] whose rows, one tensor behind the other, are all queries, all keys, all
+    values, into [columns, key_heads, ...].
+
+    tensors: names, and how many channels each has; it ends where a key head does. middle: axes of 1.
     """
     heads, size, values = state.key_heads, state.key_dim, state.group * state.value_dim
-    rows, first = state.channels, 0
-    for inner, place in ((size, 0), (size, size), (values, 2 * size)):
-        part = Part((rows, columns), 0, first, heads * inner)
-        first += part.count
-        shape, split = (rows, *middle, columns), (heads, inner, columns)
-        yield Piece(tensor, shape, parameter, split, (2, 0, 1), (0, 0, place), part=part)
+    begins = 0
+    for name, rows in tensors.items():
+        first = 0
+        for inner, place in ((size, 0), (size, size), (values, 2 * size)):
+            low, high = max(begins, first), min(begins + rows, first + heads * inner)
+            if low < high:
+                part = Part((rows, columns), 0, low - begins, high - low)
+                shape, split = (rows, *middle, columns), ((high - low) // inner, inner, columns)
+                start = (0, (low - first) // inner, place)
+                whole = None if part.count == rows else part
+                yield Piece(name, shape, parameter, split, (2, 0, 1), start, part=whole)
+            first += heads * inner
+        begins += rows

@@ -113,12 +113,12 @@ class Family(Protocol[Config]):
 
     A family may also have `other_types`: further values of "model_type", such as that of multimodal models. And
     `aliases`: pairs of what a tensor's name may begin with in a checkpoint, and what it begins with in `tensors`; for
-    the text part of multimodal checkpoints. And `quantizations`: values of "quant_method" in
-    config.json's "quantization_config" of which loading makes plain numbers with quantization="none" ("mxfp4"). And
-    `passed_over`: from a configuration another regular expression like `derived_tensors`, for layers that are not run.
-    And `fused_experts`: the name of an entry, and what a tensor's name ends with. Where a directory has tensors,
-    config.json is read with two entries more: this one, whether there is such a tensor, and with "_shape" at its end,
-    the shape of the first one.
+    the text part of multimodal checkpoints. It may be a method that gives them for a configuration. And
+    `quantizations`: values of "quant_method" in config.json's "quantization_config" of which loading makes plain
+    numbers with quantization="none" ("mxfp4"). And `passed_over`: from a configuration another regular expression like
+    `derived_tensors`, for layers that are not run. And `fused_experts`: the name of an entry, and what a tensor's name
+    ends with. Where a directory has tensors, config.json is read with two entries more: this one, whether there is such
+    a tensor, and with "_shape" at its end, the shape of the first one.
     """
 
     @property

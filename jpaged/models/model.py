@@ -122,7 +122,8 @@ class Model:
         self.derived_tensors: str = family.derived_tensors
         if (passed_over := getattr(family, "passed_over", None)) is not None:
             self.derived_tensors = "|".join(filter(None, (family.derived_tensors, passed_over(config))))
-        self.aliases: tuple[tuple[str, str], ...] = tuple(getattr(family, "aliases", ()))
+        aliases = getattr(family, "aliases", ())
+        self.aliases: tuple[tuple[str, str], ...] = tuple(aliases(config) if callable(aliases) else aliases)
 
     def kv_head_copies(self, whole: "Model") -> tuple[int, ...]:
         """Of a shard: how often all shards together store each key-value head, for each weight; 1 for others.

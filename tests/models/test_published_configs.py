@@ -173,6 +173,28 @@ _GEMMA4 = {
     "max_position_embeddings": 131072,
 }
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "olmo-hybrid-7b": (
+        {
+            "architectures": ["OlmoHybridForCausalLM"],
+            "vocab_size": 100352,
+            "hidden_size": 3840,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 30,
+            "num_key_value_heads": 30,
+            "max_position_embeddings": 65536,
+            "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+            "layer_types": [*3 * ["linear_attention"], "full_attention"] * 8,
+            "linear_num_key_heads": 30,
+            "linear_num_value_heads": 30,
+            "linear_key_head_dim": 96,
+            "linear_value_head_dim": 192,
+            "linear_conv_kernel_dim": 4,
+            "linear_allow_neg_eigval": True,
+            "tie_word_embeddings": False,
+        },
+        7_430_870_688 + 8 * 3840,  # and scales of values beside those of queries and keys, which nothing reads
+    ),
     "granite-4.0-h-tiny": (
         GRANITE_4_H
         | {"hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 4, "mamba_n_heads": 48}
@@ -242,6 +264,24 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
             "max_position_embeddings": 8192,
         },
         2_614_341_888,
+    ),
+    "vaultgemma-1b": (
+        {
+            "architectures": ["VaultGemmaForCausalLM"],
+            "vocab_size": 256000,
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "layer_types": ["full_attention"] * 26,
+            "sliding_window": 512,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "max_position_embeddings": 1024,
+        },
+        1_038_741_120,
     ),
     "gemma-3-1b": (
         {
@@ -656,6 +696,12 @@ OF_EQUAL_LAYERS: dict[str, tuple[dict[str, Any], int]] = {
         15_517_456_384,
     ),
     "olmo-7b": (_sized("OlmoForCausalLM", 50304, 4096, 11008, 32, 32), 6_888_095_744),
+    "dbrx": (
+        _sized("DbrxForCausalLM", 100352, 6144, 16384, 40, 48)
+        | {"attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "rope_theta": 500000}}
+        | {"ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4}},
+        131_596_523_520,
+    ),
     "flexolmo-7x7b": (
         _sized("FlexOlmoForCausalLM", 100352, 4096, 11008, 32, 32) | {"num_experts": 7, "num_experts_per_tok": 5},
         33_270_665_216 + 32 * 4096,  # and scales of values beside those of queries and keys, which nothing reads
@@ -669,6 +715,12 @@ OF_EQUAL_LAYERS: dict[str, tuple[dict[str, Any], int]] = {
         _sized("ExaoneMoEForCausalLM", 153600, 6144, 18432, 48, 64)
         | {"num_key_value_heads": 8, "head_dim": 128, "num_experts": 128, "moe_intermediate_size": 2048},
         236_571_150_336 + 47 * 128,  # likewise
+    ),
+    "north-mini-code-30b-a3b": (
+        _sized("Cohere2MoeForCausalLM", 262144, 2048, 768, 49, 32)
+        | {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "expert_selection_fn": "sigmoid"}
+        | {"first_k_dense_replace": 1, "prefix_dense_intermediate_size": 3072, "rms_norm_eps": 1e-6},
+        30_484_303_872,
     ),
     "cwm": (
         _sized("CwmForCausalLM", 128256, 6144, 21504, 64, 48) | {"num_key_value_heads": 8, "head_dim": 128},

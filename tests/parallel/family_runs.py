@@ -45,6 +45,9 @@ UNSPLIT |= {
     "granite4-h-small",
     "bamba",
     "nemotron3-nano-style",
+    "dbrx-all-options",
+    "vaultgemma",
+    "olmo-hybrid-rope",
 }
 """Models that run on one device alone: another of their family has their blocks, and is split."""
 
@@ -66,14 +69,14 @@ EXPANDED = {"deepseek-v2-lite", "deepseek-v3"}
 """Models with latents whose programs for prompts make keys and values of heads, as larger programs do."""
 
 SPARSE = {"gpt-oss-20b-style", "deepseek-v3", "granite-moe-shared", "llama4-scout-style", "lfm2-8b-a1b-style"}
-SPARSE |= {"nemotron3-super-style"}
+SPARSE |= {"nemotron3-super-style", "command-a-plus-style"}
 """Models whose experts are split over devices in both ways."""
 
 HYBRID = {"qwen3-next", "qwen3-next-some-layers", "qwen3.5", "qwen3.5-moe"}
 HYBRID |= {"granite4-h-tiny", "granite4-h-micro", "granite4-h-small", "granite4-h-all-options", "bamba"}
 HYBRID |= {"lfm2-1.2b-style", "lfm2-8b-a1b-style"}
 HYBRID |= {"nemotron-h-8b-style", "nemotron3-nano-style", "nemotron3-super-style", "falcon-h1"}
-HYBRID |= {"codestral-mamba-style"}
+HYBRID |= {"codestral-mamba-style", "olmo-hybrid-7b-style", "olmo-hybrid-rope"}
 """Models with recurrent layers. They run with smaller chunks, too, and hit snapshots of states on several devices."""
 
 MOST_BYTES = 8192

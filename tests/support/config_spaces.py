@@ -281,6 +281,15 @@ def groups(chance: random.Random, config: Config) -> None:
     config["topk_group"] = chance.choice(kept)
 
 
+def _in_rope_parameters(chance: random.Random, config: Config) -> None:
+    """Of Cohere2-MoE: transformers passes over "rope_scaling", which is refused; "rope_parameters" must be whole."""
+    if not (parameters := config.pop("rope_scaling", None) or config.get("rope_parameters")):
+        return
+    config["rope_parameters"] = parameters = {"rope_theta": config.get("rope_theta", 1e4)} | parameters
+    if {"yarn", "longrope"} & {parameters.get("rope_type"), parameters.get("type")}:
+        parameters.setdefault("original_max_position_embeddings", config.pop("original_max_position_embeddings", 16))
+
+
 def some_dense(chance: random.Random, config: Config) -> None:
     if chance.random() < 0.5:
         config["decoder_sparse_step"] = chance.choice((1, 2, 3))
@@ -425,6 +434,42 @@ def delta(chance: random.Random, config: Config) -> None:
         config["layer_types"] = kinds
     else:
         config["full_attention_interval"] = chance.choice((1, 2))
+
+
+def _separate_delta(chance: random.Random, config: Config) -> None:
+    """OLMo Hybrid's, with sizes that transformers' equal thirds of a convolution cut between heads; a layer of each
+    kind at least; and at times no RoPE."""
+    heads, group, size = chance.choice(((1, 1, 8), (2, 1, 16), (2, 2, 8), (1, 3, 12), (3, 1, 8), (6, 1, 4)))
+    values = 2 * size if heads % 3 == 0 else size // group
+    config |= {"linear_num_key_heads": heads, "linear_num_value_heads": heads * group}
+    config |= {"linear_key_head_dim": size, "linear_value_head_dim": values}
+    config["linear_conv_kernel_dim"] = chance.choice((2, 3, 4))
+    if chance.random() < 0.5:
+        kinds = ["linear_attention", "full_attention"] * config["num_hidden_layers"]
+        config["layer_types"] = chance.sample(kinds[: config["num_hidden_layers"]], config["num_hidden_layers"])
+    if chance.random() < 0.3:
+        for name in ("rope_scaling", "rope_parameters", "rope_theta"):
+            config.pop(name, None)
+        config |= chance.choice(({"rope_theta": None}, {"rope_parameters": {"rope_theta": None}}))
+
+
+def _dbrx(chance: random.Random, config: Config) -> None:
+    """DBRX's parts; RoPE's theta is in one of them, too, and transformers reads the other one."""
+    parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    theta = parameters.get("rope_theta", config.get("rope_theta", 10000.0))
+    kv_heads = config.pop("num_key_value_heads", None) or 1
+    config["attn_config"] = {"kv_n_heads": kv_heads, "clip_qkv": chance.choice((0.5, 8)), "rope_theta": theta}
+    parts: dict[str, tuple[Any, ...]] = {
+        "ffn_act_fn": (..., None, {"name": "silu"}, {"name": "gelu"}),
+        "moe_num_experts": (..., 4, 6),
+        "moe_top_k": (..., 1, 3),
+        "moe_normalize_expert_weights": (..., None, 1.0, 1.0, 2.0),
+        "moe_jitter_eps": (..., None, 0.01),
+    }
+    drawn = {name: chance.choice(values) for name, values in parts.items()}
+    config["ffn_config"] = {"ffn_hidden_size": config.pop("intermediate_size")} | {
+        name: value for name, value in drawn.items() if value is not ...
+    }
 
 
 def _tempered_rotation(chance: random.Random, config: Config) -> None:
@@ -747,6 +792,20 @@ SPACES: dict[str, Space] = {
         },
         (sizes(dim="always"), rotation(), layer_kinds(default=0.7)),
     ),
+    "vaultgemma": Space(
+        "VaultGemmaForCausalLM",
+        "vaultgemma",
+        {
+            "hidden_activation": (..., "gelu_pytorch_tanh", "gelu", "silu"),
+            "rms_norm_eps": EPS,
+            "attention_bias": FLAG,
+            "query_pre_attn_scalar": (16, 24, ...),
+            "attn_logit_softcapping": (..., None, 5.0, 2.0),
+            "final_logit_softcapping": (..., None, 8.0, 3.0),
+            "sliding_window": (..., *WINDOW),
+        },
+        (sizes(dim="always"), rotation(), layer_kinds(default=0.7)),
+    ),
     "gemma3": Space(
         "Gemma3ForCausalLM",
         "gemma3_text",
@@ -826,6 +885,15 @@ SPACES: dict[str, Space] = {
             _QWEN | {"attention_bias": FLAG, "sliding_window": (..., *WINDOW), "pad_token_id": (0,)},
         ),
         (sizes(dim="rare"), by_kind(), layer_kinds()),
+    ),
+    "olmo_hybrid": Space(
+        *(
+            "OlmoHybridForCausalLM",
+            "olmo_hybrid",
+            _QWEN
+            | {"hidden_act": _SILU, "attention_bias": FLAG, "linear_allow_neg_eigval": FLAG, "pad_token_id": (0,)},
+        ),
+        (sizes(dim="rare"), rotation(), _separate_delta),
     ),
     "exaone4": Space(
         *("Exaone4ForCausalLM", "exaone4", _QWEN | {"sliding_window": (..., None, *WINDOW), "pad_token_id": (0,)}),
@@ -1027,6 +1095,33 @@ SPACES: dict[str, Space] = {
         },
         (sizes(), rotation(), layer_kinds(pattern="sliding_window_pattern")),
     ),
+    "cohere2_moe": Space(
+        "Cohere2MoeForCausalLM",
+        "cohere2_moe",
+        {
+            "hidden_act": GATES,
+            "layer_norm_eps": EPS,
+            "rms_norm_eps": (None, *EPS),
+            "logit_scale": (..., 0.25, 1.0),
+            "attention_bias": FLAG,
+            "sliding_window": (..., *WINDOW),
+            "prefix_dense_intermediate_size": (..., None, 48),
+            "prefix_dense_sliding_window_pattern": (..., 1, 2),
+        },
+        (
+            *(sizes(dim="always"), rotation(), _in_rope_parameters),
+            *(layer_kinds(pattern="sliding_window_pattern"), _mlp_kinds),
+            experts(
+                total=("num_experts",),
+                top=("num_experts_per_tok",),
+                expert_selection_fn=(..., "softmax", "sigmoid", "sigmoid"),
+                norm_topk_prob=FLAG,
+                num_shared_experts=(..., 0, 1, 2),
+                shared_expert_combination_strategy=(..., "average", "sum"),
+                first_k_dense_replace=(..., 0, 1, 2),
+            ),
+        ),
+    ),
     "stablelm": Space(
         "StableLmForCausalLM",
         "stablelm",
@@ -1104,6 +1199,20 @@ SPACES: dict[str, Space] = {
             "slow_but_exact": FLAG,
         },
         (sizes(dim="none", kv=None), _bloom),
+    ),
+    "dbrx": Space(
+        "DbrxForCausalLM",
+        "dbrx",
+        {"pad_token_id": (0,), "resid_pdrop": (..., 0.1), "tie_word_embeddings": (..., False)},
+        (
+            *(sizes(dim="none"), rotation("default", "linear", "llama3", "yarn"), _dbrx),
+            names(
+                hidden_size="d_model",
+                num_attention_heads="n_heads",
+                num_hidden_layers="n_layers",
+                max_position_embeddings="max_seq_len",
+            ),
+        ),
     ),
     "mpt": Space(
         "MptForCausalLM",

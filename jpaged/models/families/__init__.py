@@ -4,13 +4,14 @@ from jpaged.models.families.afmoe import AfmoeFamily
 from jpaged.models.families.apertus import ApertusFamily
 from jpaged.models.families.bamba import BambaFamily
 from jpaged.models.families.bloom import BloomFamily
-from jpaged.models.families.cohere import COHERE, COHERE2
+from jpaged.models.families.cohere import COHERE, COHERE2, COHERE2_MOE
+from jpaged.models.families.dbrx import DbrxFamily
 from jpaged.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3, MISTRAL4, YOUTU
 from jpaged.models.families.ernie_moe import ERNIE45_MOE
 from jpaged.models.families.exaone4 import Exaone4Family
 from jpaged.models.families.falcon import FalconFamily
 from jpaged.models.families.falcon_h1 import FalconH1Family
-from jpaged.models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from jpaged.models.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULT_GEMMA
 from jpaged.models.families.gemma3n import GEMMA3N
 from jpaged.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from jpaged.models.families.glm import GLM, GLM4
@@ -51,6 +52,7 @@ from jpaged.models.families.nanochat import NanoChatFamily
 from jpaged.models.families.nemotron import ARCEE, JAIS2, NEMOTRON
 from jpaged.models.families.nemotron_h import NemotronHFamily
 from jpaged.models.families.olmo import OLMO, OLMO2, OLMO3
+from jpaged.models.families.olmo_hybrid import OlmoHybridFamily
 from jpaged.models.families.opt import OPTFamily
 from jpaged.models.families.phi import PhiFamily
 from jpaged.models.families.phi3 import Phi3Family
@@ -109,6 +111,7 @@ _HUNYUAN = About("Hunyuan", "0.5B, 1.8B, 4B, 7B", "as Llama; norms of queries an
 _HUNYUAN_MOE = About("Hunyuan MoE", "A13B", "as Hunyuan; experts, of which one is shared")
 _GEMMA = About("Gemma", "Gemma 2B, 7B; CodeGemma", "norms times 1 + w; scaled embeddings; gated GELU; tied head")
 _GEMMA2 = About("Gemma 2", "2B, 9B, 27B", "as Gemma; norms before and after; soft caps; windows in every second layer")
+_VAULT_GEMMA = About("VaultGemma", "1B", "as Gemma 2; norms before attention and MLP alone")
 _GEMMA3 = About(
     "Gemma 3",
     "270M, 1B, 4B, 12B, 27B; MedGemma; of multimodal checkpoints the text part",
@@ -146,6 +149,11 @@ _PHI3 = About(
 _OLMO = About("OLMo", "1B, 7B; 7B of April and July 2024", "as Llama; layer norms without weights; clipped q, k, v")
 _OLMO2 = About("OLMo 2", "1B, 7B, 13B, 32B", "norms after, not before; norms over all queries and over all keys")
 _OLMO3 = About("OLMo 3", "7B, 32B", "as OLMo 2; windows in three layers of four; YaRN in the others")
+_OLMO_HYBRID = About(
+    "OLMo Hybrid",
+    "7B: base, SFT, DPO, Think",
+    "gated delta nets in three layers of four; attention as OLMo 3, without RoPE or windows",
+)
 _FLEX_OLMO = About("FlexOlmo", "7x7B", "as OLMo 2; experts")
 _EXAONE4 = About(
     "EXAONE 4.0",
@@ -183,6 +191,11 @@ _COHERE = About(
 _COHERE2 = About(
     "Command A", "Command R7B, A", "as Command R; windows and RoPE in three layers of four, none in the others"
 )
+_COHERE2_MOE = About(
+    "North",
+    "North Mini Code 30B-A3B",
+    "as Command A; experts chosen by a sigmoid or a softmax, some shared or none; MLPs in the first layers; RMS norms",
+)
 _STABLELM = About(
     "StableLM",
     "3B-4E1T, Zephyr 3B, Stable Code 3B, StableLM 2 1.6B and 12B",
@@ -210,6 +223,7 @@ _BLOOM = About("BLOOM", "560M to 176B; BLOOMZ", "ALiBi; norm of the embeddings; 
 _MAMBA2 = About("Mamba-2", "Codestral Mamba 7B; Mamba-2 130M to 2.7B", "Mamba-2 in every layer, no attention")
 _MPT = About("MPT", "7B, 30B", "ALiBi; norms without bias; clipped q, k, v")
 _MIXTRAL = About("Mixtral", "8x7B, 8x22B", "as Mistral; a router and experts in place of each MLP")
+_DBRX = About("DBRX", "132B-A36B: base, instruct", "as Mixtral; norms without bias; clipped q, k, v; joined q, k, v")
 _OLMOE = About("OLMoE", "1B-7B", "as Mixtral; norms over all queries and over all keys")
 _MINIMAX_M2 = About(
     "MiniMax-M2",
@@ -325,6 +339,7 @@ register("HunYuanMoEV1ForCausalLM", HUNYUAN_MOE, _HUNYUAN_MOE)
 register("MiMoV2FlashForCausalLM", MIMO_V2_FLASH, _MIMO_V2_FLASH)
 register("GemmaForCausalLM", GEMMA, _GEMMA)
 register("Gemma2ForCausalLM", GEMMA2, _GEMMA2)
+register("VaultGemmaForCausalLM", VAULT_GEMMA, _VAULT_GEMMA)
 register("Gemma3ForCausalLM", GEMMA3, _GEMMA3)
 register("Gemma3ForConditionalGeneration", GEMMA3, _GEMMA3)
 register("Gemma3nForCausalLM", GEMMA3N, _GEMMA3N)
@@ -340,6 +355,7 @@ register("PhiMoEForCausalLM", PhimoeFamily(), _PHIMOE)  # as the published confi
 register("OlmoForCausalLM", OLMO, _OLMO)
 register("Olmo2ForCausalLM", OLMO2, _OLMO2)
 register("Olmo3ForCausalLM", OLMO3, _OLMO3)
+register("OlmoHybridForCausalLM", OlmoHybridFamily(), _OLMO_HYBRID)
 register("Exaone4ForCausalLM", Exaone4Family(), _EXAONE4)
 register("GraniteForCausalLM", GRANITE, _GRANITE)
 register("GraniteSWAForCausalLM", GRANITE_SWA, _GRANITE_SWA)
@@ -354,6 +370,7 @@ register("GlmForCausalLM", GLM, _GLM)
 register("Glm4ForCausalLM", GLM4, _GLM4)
 register("CohereForCausalLM", COHERE, _COHERE)
 register("Cohere2ForCausalLM", COHERE2, _COHERE2)
+register("Cohere2MoeForCausalLM", COHERE2_MOE, _COHERE2_MOE)
 register("StableLmForCausalLM", StableLMFamily(), _STABLELM)
 register("Starcoder2ForCausalLM", Starcoder2Family(), _STARCODER2)
 register("FalconForCausalLM", FalconFamily(), _FALCON)
@@ -379,6 +396,7 @@ register("GPT2LMHeadModel", GPT2Family(), _GPT2)
 register("GPTBigCodeForCausalLM", GPTBigCodeFamily(), _GPT_BIGCODE)
 register("GPTNeoForCausalLM", GPTNeoFamily(), _GPT_NEO)
 register("MixtralForCausalLM", MIXTRAL, _MIXTRAL)
+register("DbrxForCausalLM", DbrxFamily(), _DBRX)
 register("OlmoeForCausalLM", OLMOE, _OLMOE)
 register("FlexOlmoForCausalLM", FLEX_OLMO, _FLEX_OLMO)
 register("MiniMaxM2ForCausalLM", MINIMAX_M2, _MINIMAX_M2)

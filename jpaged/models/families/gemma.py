@@ -5,6 +5,8 @@ What they add to Llama's layers, each to the one before:
     Gemma    norms times 1 + w, embeddings times the root of their width, gated GELU, tied head
     Gemma 2  norms after attention and MLP, soft caps of scores and logits, every second layer with a window
     Gemma 3  norms of queries and keys, five layers in six with a window and a rotation of their own; no soft caps
+
+VaultGemma (Google 2025, arXiv:2510.15001) is Gemma 2 without the norms after attention and MLP.
 """
 
 from collections.abc import Callable, Iterator
@@ -78,11 +80,13 @@ def _decoder(config: GemmaConfig, dtype: jnp.dtype, rngs: nnx.Rngs, collectives:
 
 @dataclass(frozen=True)
 class GemmaFamily:
-    """One of the architectures. reads: its configuration. other_types: see `Family`."""
+    """One of the architectures. reads: its configuration. other_types: see `Family`. mlp_norm: what checkpoints call
+    the norm of what the MLP reads."""
 
     model_type: str
     reads: Callable[[ConfigReader], GemmaConfig]
     other_types: tuple[str, ...] = ()
+    mlp_norm: str = "pre_feedforward_layernorm"
 
     base_prefix = "model."
     derived_tensors = rf"rotary_emb\.inv_freq$|{OTHER_PARTS}"
@@ -106,8 +110,7 @@ class GemmaFamily:
             if config.qk_norm:
                 yield pieces.norm(f"{attention}.q_norm", f"{ours}.query_norm", dim)
                 yield pieces.norm(f"{attention}.k_norm", f"{ours}.key_norm", dim)
-            before_mlp = "pre_feedforward_layernorm" if config.norms_after else "post_attention_layernorm"
-            yield pieces.norm(f"{theirs}.{before_mlp}", f"{ours}.mlp_norm", hidden)
+            yield pieces.norm(f"{theirs}.{self.mlp_norm}", f"{ours}.mlp_norm", hidden)
             if config.norms_after:
                 yield pieces.norm(f"{theirs}.post_attention_layernorm", f"{ours}.after_attention", hidden)
                 yield pieces.norm(f"{theirs}.post_feedforward_layernorm", f"{ours}.after_mlp", hidden)
@@ -133,13 +136,13 @@ def _read_gemma(read: ConfigReader) -> GemmaConfig:
     return GemmaConfig(**_fields(read, "hidden_act", default_length=8192))
 
 
-def _read_gemma2(read: ConfigReader) -> GemmaConfig:
+def _read_gemma2(read: ConfigReader, norms_after: bool = True) -> GemmaConfig:
     read = read.with_defaults(num_key_value_heads=4)
     fields = _fields(read, default_length=8192) | {"attention_scale": read.number("query_pre_attn_scalar", 256) ** -0.5}
     kinds = read.kinds_of_layers(fields["num_layers"], every=2)
     return GemmaConfig(
         **fields,
-        norms_after=True,
+        norms_after=norms_after,
         attention_softcap=read.optional_number("attn_logit_softcapping", 50.0),
         logit_softcap=read.optional_number("final_logit_softcapping", 30.0),
         layer_windows=read.layer_windows(kinds, 4096),
@@ -172,6 +175,7 @@ def _read_gemma3(read: ConfigReader) -> GemmaConfig:
     )
 
 
-GEMMA = GemmaFamily("gemma", _read_gemma)
+GEMMA = GemmaFamily("gemma", _read_gemma, mlp_norm="post_attention_layernorm")
 GEMMA2 = GemmaFamily("gemma2", _read_gemma2)
+VAULT_GEMMA = GemmaFamily("vaultgemma", partial(_read_gemma2, norms_after=False))
 GEMMA3 = GemmaFamily("gemma3_text", _read_gemma3, other_types=("gemma3",))

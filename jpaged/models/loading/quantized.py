@@ -99,6 +99,8 @@ class QuantizedLayers:
         assert scheme is not None
         if is_fused(piece, layout):
             cuttable = scheme.online or not scheme.separate_experts
+            # Never within an expert, whose rows may be inputs that share scales (DBRX).
+            most_bytes = max(most_bytes, tensors[piece.tensor].array_bytes // piece.split[piece.axes[0]])
         else:
             cuttable = scheme.online and not is_transposed(piece, layout)
         return runs(piece, tensors[piece.tensor], most_bytes) if cuttable else []

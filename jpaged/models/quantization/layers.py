@@ -125,8 +125,8 @@ def stored_layer(piece: Piece, layout: LinearLayout) -> StoredLayer:
 
 
 def is_fused(piece: Piece, layout: LinearLayout) -> bool:
-    """Whether one tensor of the checkpoint has all experts."""
-    return layout.experts > 0 and len(piece.shape) > 2
+    """Whether one tensor of the checkpoint has several experts, one behind the other: all, or a run of them."""
+    return layout.experts > 0 and (len(piece.shape) > 2 or piece.split[piece.axes[0]] > 1)
 
 
 def is_transposed(piece: Piece, layout: LinearLayout) -> bool:

@@ -52,7 +52,7 @@ def gated_delta_rule(
         q, k: floats [T, key_heads, key_dim]; key_heads divides heads, and consecutive heads share a query and a key.
         v: [T, heads, value_dim], of q's dtype.
         log_decay: float32 [T, heads], none above 0.
-        beta: float32 [T, heads], from 0 to 1.
+        beta: float32 [T, heads], from 0 to 1; to 2 where states may have negative eigenvalues.
         slots: int32 [R]; no slot twice. A row whose slot is not 0 .. num_slots - 1 computes nothing.
         fresh: bool [R]; rows that begin with a state of zeros, whatever their slots hold, NaN included.
         query_starts: int32 [R + 1], ascending; row r has the tokens query_starts[r] .. query_starts[r + 1] - 1, which
