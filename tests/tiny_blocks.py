@@ -361,11 +361,11 @@ def models_of_blocks() -> list[TinyModel]:
             "olmo_hybrid",
             "OlmoHybridForCausalLM",
             rope_parameters={"rope_theta": None, "rope_type": "default"},
-            linear_num_key_heads=12,
-            linear_num_value_heads=12,
-            linear_key_head_dim=8,
-            linear_value_head_dim=16,
-            stored_convolution_shape=[128, 1, 4],  # as transformers saves it
+            linear_num_key_heads=4,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=32,
+            stored_convolution_shape=[86, 1, 4],  # as transformers saves it: 86, 86 and 84 channels
             **olmo_hybrid,
         ),
         _of(

@@ -175,11 +175,13 @@ def _draw_parameter(case: TinyModel, name: str, shape: tuple[int, ...]) -> np.nd
 
 
 def _draw_olmo_hybrid(case: TinyModel, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Likewise of OLMo Hybrid's, whose checkpoints have three tensors of each convolution, here of equal sizes."""
+    """Likewise of OLMo Hybrid's, which saves each convolution in three chunks."""
     if not name.endswith(".conv1d.weight"):
         return draw(case, name, shape)
-    third = (shape[0] // 3, *shape[1:])
-    return np.concatenate([draw(case, name.replace(".conv1d.", f".{one}_conv1d."), third) for one in "qkv"])
+    chunk = -(-shape[0] // 3)
+    channels = {"q": chunk, "k": chunk, "v": shape[0] - 2 * chunk}
+    drawn = [draw(case, name.replace(".conv1d.", f".{one}_conv1d."), (n, *shape[1:])) for one, n in channels.items()]
+    return np.concatenate(drawn)
 
 
 def draw(case: TinyModel, tensor: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -5,6 +5,7 @@ x --qkvz-> queries, keys, values --short convolution--> the gated delta rule --n
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +72,8 @@ class GatedDeltaNet(RecurrentLayer):
         b, a = jnp.split(ba, 2, axis=-1)
         log_decay = -jnp.exp(self.a_log[...]) * jax.nn.softplus(a + self.dt_bias[...])
         mixed = recurrence.convolve(channels.reshape(tokens, -1), kernel.reshape(kernel.shape[0], -1))
-        beta = jax.nn.sigmoid(b) * (2 if self.doubled else 1)
+        beta = jax.nn.sigmoid(b)
+        beta = 2 * beta if self.doubled else beta
         gates = log_decay.reshape(tokens, -1), beta.reshape(tokens, -1)
         y = recurrence.gated_delta_rule(*state.split(mixed), *gates)
         return self.out.partial_sum(self.norm.gated(y, z.reshape(y.shape)), backend)
@@ -105,7 +107,7 @@ def separate_delta_net_pieces(
     """Likewise, of a checkpoint with a projection each for queries, keys, values, z, b and a, and with three tensors of
     the convolution (OLMo Hybrid).
 
-    convolved: channels of each of the three.
+    convolved: channels of each of the three; one may have those of several kinds, and end within a head.
     """
     keys, values = state.key_heads * state.key_dim, state.value_heads * state.value_dim
     rows = {"q": keys, "k": keys, "v": values}
@@ -132,6 +134,7 @@ def _gates(names: dict[str, str], ours: str, hidden: int, state: DeltaState) -> 
 
 
 def _after_products(theirs: str, ours: str, hidden: int, state: DeltaState, *, norm: str, out: str) -> Iterator[Piece]:
+    """What does not differ but for names: the decays' parameters, the norm and the output projection."""
     heads, group = state.key_heads, state.group
     for name, own in (("A_log", "a_log"), ("dt_bias", "dt_bias")):
         yield Piece(f"{theirs}.{name}", (heads * group,), f"{ours}.{own}", (heads, group), (0, 1))
@@ -147,7 +150,7 @@ def _by_head(
     """Tensors [channels, *middle, columns] whose rows, one tensor behind the other, are all queries, all keys, all
     values, into [columns, key_heads, ...].
 
-    tensors: names, and how many channels each has; it ends where a key head does. middle: axes of 1.
+    tensors: names, and how many channels each has, which may end anywhere. middle: axes of 1.
     """
     heads, size, values = state.key_heads, state.key_dim, state.group * state.value_dim
     begins = 0
@@ -155,11 +158,19 @@ def _by_head(
         first = 0
         for inner, place in ((size, 0), (size, size), (values, 2 * size)):
             low, high = max(begins, first), min(begins + rows, first + heads * inner)
-            if low < high:
-                part = Part((rows, columns), 0, low - begins, high - low)
-                shape, split = (rows, *middle, columns), ((high - low) // inner, inner, columns)
-                start = (0, (low - first) // inner, place)
-                whole = None if part.count == rows else part
-                yield Piece(name, shape, parameter, split, (2, 0, 1), start, part=whole)
+            for start, stop in _cut_at_heads(low - first, high - first, inner):
+                (head, within), count = divmod(start, inner), stop - start
+                part = Part((rows, columns), 0, first + start - begins, count)
+                shape, split = (rows, *middle, columns), (-(-count // inner), min(count, inner), columns)
+                whole = None if count == rows else part
+                yield Piece(name, shape, parameter, split, (2, 0, 1), (0, head, place + within), part=whole)
             first += heads * inner
         begins += rows
+
+
+def _cut_at_heads(low: int, high: int, size: int) -> Iterator[tuple[int, int]]:
+    """Channels low .. high - 1 of heads of a size: the rest of a head, whole heads, and the beginning of one, as far as
+    there are any. Where each begins and ends; nothing where low is not below high."""
+    if low < high:
+        cuts = {low, min(high, -(-low // size) * size), max(low, high // size * size), high}
+        yield from pairwise(sorted(cuts))

@@ -175,6 +175,7 @@ def test_an_unknown_architecture_is_answered_with_the_supported_ones() -> None:
         ("dbrx-style", {"ffn_config": {"moe_normalize_expert_weights": 2}}, "moe_normalize_expert_weights=2"),
         ("dbrx-style", {"tie_word_embeddings": True}, "tie_word_embeddings"),
         ("olmo-hybrid-rope", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("olmo-hybrid-rope", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "parameters by layer type"),
         ("olmo-hybrid-rope", {"layer_types": ["sliding_attention"] * 4}, "sliding_attention"),
         ("olmo-hybrid-rope", {"layer_types": ["linear_attention"] * 4}, "linear_attention alone"),
         ("olmo-hybrid-rope", {"layer_types": ["full_attention"] * 4}, "full_attention alone"),
@@ -259,7 +260,12 @@ def test_a_number_that_is_left_out_is_said_to_be_the_default_of_its_family() -> 
         ("gemma4-26b-a4b-style", {"top_k_experts": 9}, "num_experts_per_tok"),
         ("mpt", {"attn_config": "alibi"}, "attn_config"),
         ("dbrx-style", {"ffn_config": [3]}, "ffn_config"),
-        ("dbrx-style", {"ffn_config": {"moe_num_experts": 2, "moe_top_k": 3}}, "num_experts_per_tok"),
+        (
+            "dbrx-style",
+            {"ffn_config": {"moe_num_experts": 2, "moe_top_k": 3}},
+            r"moe_top_k \(3\) .* moe_num_experts \(2\)",
+        ),
+        ("dbrx-style", {"attn_config": {"kv_n_heads": 3}}, r"n_heads \(4\) must be a multiple of kv_n_heads \(3\)"),
         ("olmo-hybrid-rope", {"linear_num_value_heads": 3}, "linear_num_value_heads"),
         ("olmo-hybrid-rope", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim"),
         ("granite4-h-micro", {"layer_types": ["mamba"]}, "layer_types must list 3 layers"),
@@ -337,6 +343,43 @@ def test_heads_of_gemma_4_are_equal_where_its_layers_have_no_configurations() ->
     config = tiny_model("gemma4-31b-style").config
     for nothing in (None, {}):
         assert set(ModelConfig.from_dict(config | {"per_layer_config": nothing}).layer_heads) == {(4, 16, 1)}
+
+
+def test_a_command_a_without_experts_has_no_first_layers_of_another_kind() -> None:
+    """transformers reads these entries where there are experts alone."""
+    config = tiny_model("command-r7b").config
+    others = {"first_k_dense_replace": 2, "prefix_dense_sliding_window_pattern": 1}
+    found, expected = (ModelConfig.from_dict(one) for one in (config | others, config))
+    assert found.layer_windows == expected.layer_windows
+    assert found.layer_ropes == expected.layer_ropes
+
+
+@pytest.mark.parametrize("name", ["gemma2", "vaultgemma"])
+def test_windows_of_gemma_2_stand_in_every_second_layer_or_where_layer_types_say(name: str) -> None:
+    """transformers reads no sliding_window_pattern there."""
+    config = tiny_model(name).config | {"num_hidden_layers": 3, "sliding_window": 12, "sliding_window_pattern": 3}
+    config = {entry: value for entry, value in config.items() if entry != "layer_types"}
+    assert ModelConfig.from_dict(config).layer_windows == (12, None, 12)
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+    assert ModelConfig.from_dict(config | {"layer_types": kinds}).layer_windows == (None, 12, 12)
+
+
+def test_dbrx_rotates_by_the_theta_that_its_published_checkpoints_say(caplog: pytest.LogCaptureFixture) -> None:
+    """In attn_config alone, where transformers 5 does not read it."""
+    config = {name: value for name, value in tiny_model("dbrx-style").config.items() if name != "rope_theta"}
+    assert ModelConfig.from_dict(config | {"attn_config": {"rope_theta": 5e5}}).ropes[0].theta == 5e5
+    (warning,) = caplog.messages
+    assert "rope_theta=500000.0" in warning
+    assert "rotates by 10000.0" in warning
+    caplog.clear()
+    for same in ({"attn_config": {"rope_theta": 1e4}}, {"attn_config": {}}):
+        assert ModelConfig.from_dict(config | same).ropes[0].theta == 1e4
+    both = config | {"attn_config": {"rope_theta": 5e5}, "rope_theta": 5e5}
+    assert ModelConfig.from_dict(both).ropes[0].theta == 5e5
+    assert not caplog.messages
+    saved = config | {"attn_config": {"rope_theta": 5e5}, "rope_parameters": {"rope_theta": 1e4}}
+    with pytest.raises(UnsupportedModelError, match=r"delete rope_parameters \(or rope_theta\) from config\.json"):
+        ModelConfig.from_dict(saved)
 
 
 def test_mlps_of_qwen_3_next_replace_experts_where_config_json_says_but_none_of_qwen_3_5() -> None:

@@ -437,12 +437,16 @@ def delta(chance: random.Random, config: Config) -> None:
 
 
 def _separate_delta(chance: random.Random, config: Config) -> None:
-    """OLMo Hybrid's, with sizes that transformers' equal thirds of a convolution cut between heads; a layer of each
-    kind at least; and at times no RoPE."""
-    heads, group, size = chance.choice(((1, 1, 8), (2, 1, 16), (2, 2, 8), (1, 3, 12), (3, 1, 8), (6, 1, 4)))
-    values = 2 * size if heads % 3 == 0 else size // group
+    """OLMo Hybrid's, whose convolution transformers saves in three chunks that end anywhere; head sizes at times left
+    out or null; a layer of each kind at least; and at times no RoPE."""
+    heads, group = chance.choice(((1, 1), (2, 1), (4, 1), (2, 2), (1, 3), (3, 1), (6, 1)))
+    size = chance.choice((4, 8, 12, 16))
     config |= {"linear_num_key_heads": heads, "linear_num_value_heads": heads * group}
-    config |= {"linear_key_head_dim": size, "linear_value_head_dim": values}
+    dims = {
+        "linear_key_head_dim": chance.choice((size, size, ..., None)),
+        "linear_value_head_dim": chance.choice((2 * size, 12, ..., None)),
+    }
+    config |= {name: dim for name, dim in dims.items() if dim is not ...}
     config["linear_conv_kernel_dim"] = chance.choice((2, 3, 4))
     if chance.random() < 0.5:
         kinds = ["linear_attention", "full_attention"] * config["num_hidden_layers"]
@@ -891,7 +895,12 @@ SPACES: dict[str, Space] = {
             "OlmoHybridForCausalLM",
             "olmo_hybrid",
             _QWEN
-            | {"hidden_act": _SILU, "attention_bias": FLAG, "linear_allow_neg_eigval": FLAG, "pad_token_id": (0,)},
+            | {
+                "hidden_act": (*_SILU, "swish"),
+                "attention_bias": FLAG,
+                "linear_allow_neg_eigval": FLAG,
+                "pad_token_id": (0,),
+            },
         ),
         (sizes(dim="rare"), rotation(), _separate_delta),
     ),

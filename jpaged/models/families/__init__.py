@@ -194,7 +194,8 @@ _COHERE2 = About(
 _COHERE2_MOE = About(
     "North",
     "North Mini Code 30B-A3B",
-    "as Command A; experts chosen by a sigmoid or a softmax, some shared or none; MLPs in the first layers; RMS norms",
+    "as Command A; experts chosen by a sigmoid or a softmax, some shared or none; MLPs in the first layers;"
+    " RMS or layer norms",
 )
 _STABLELM = About(
     "StableLM",

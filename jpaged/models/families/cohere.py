@@ -75,7 +75,9 @@ class CohereFamily:
         without = {"routing": Routing(per_token=1), "expert_size": 0, "dense_layers": (True,) * num_layers}
         fields |= _experts(read, num_layers) if self.has_experts else without
         if self.has_windows:
-            kinds = _kinds_of_layers(read, num_layers)
+            kinds = (
+                _kinds_of_layers(read, num_layers) if self.has_experts else read.kinds_of_layers(num_layers, every=4)
+            )
             rotates_mlps = self.has_experts and read.integer("prefix_dense_sliding_window_pattern", 1) == 1
             both = zip(kinds, fields["dense_layers"], strict=True)
             rotated = (kind == "sliding_attention" or (rotates_mlps and is_dense) for kind, is_dense in both)

@@ -1,5 +1,6 @@
 """DBRX (Databricks 2024): Llama's layers with norms without bias, clipped queries, keys and values, and experts."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,8 @@ from jpaged.models.layers import Attention
 from jpaged.models.loading import pieces
 from jpaged.models.loading.pieces import Piece, TiedTensor
 from jpaged.models.norms import LayerNorm
+
+log = logging.getLogger("jpaged.engine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,17 +40,17 @@ class DbrxFamily:
         read.refuse(("tie_word_embeddings", False))
         attention, experts = _part(read, "attn_config"), _part(read, "ffn_config")
         experts.refuse(("moe_normalize_expert_weights", 1))
-        num_experts = experts.integer("moe_num_experts", 4)
-        routing = Routing(
-            per_token=experts.integer("moe_top_k", 1),
-            renormalized=experts.config.get("moe_normalize_expert_weights", 1) is not None,
-        )
-        routing.check(num_experts)
+        num_experts, per_token = experts.integer("moe_num_experts", 4), experts.integer("moe_top_k", 1)
+        if per_token > num_experts:
+            raise CheckpointError(
+                f"config.json: moe_top_k ({per_token}) must be at most moe_num_experts ({num_experts})."
+            )
+        renormalized = experts.config.get("moe_normalize_expert_weights", 1) is not None
         fields = decoder_fields(_with_usual_names(read, attention, experts))
         return DbrxConfig(
             **fields | {"norm_eps": 1e-5},
             num_experts=num_experts,
-            routing=routing,
+            routing=Routing(per_token=per_token, renormalized=renormalized),
             expert_size=fields["intermediate_size"],
             dense_layers=(False,) * fields["num_layers"],
             clip=attention.optional_number("clip_qkv"),
@@ -107,11 +110,14 @@ def _with_usual_names(read: ConfigReader, attention: ConfigReader, experts: Conf
         raise UnsupportedModelError(
             f"config.json: ffn_act_fn={shown(activation)} is not supported, only an object with a name."
         )
+    heads, kv_heads = read.integer("n_heads", 16), attention.integer("kv_n_heads", 1)
+    if heads % kv_heads:
+        raise CheckpointError(f"config.json: n_heads ({heads}) must be a multiple of kv_n_heads ({kv_heads}).")
     return _with_theta(read, attention).with_entries(
         hidden_size=read.integer("d_model", 2048),
         num_hidden_layers=read.integer("n_layers", 24),
-        num_attention_heads=read.integer("n_heads", 16),
-        num_key_value_heads=attention.integer("kv_n_heads", 1),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
         head_dim=None,
         intermediate_size=experts.integer("ffn_hidden_size", 3584),
         max_position_embeddings=read.integer("max_seq_len", 2048),
@@ -120,8 +126,9 @@ def _with_usual_names(read: ConfigReader, attention: ConfigReader, experts: Conf
 
 
 def _with_theta(read: ConfigReader, attention: ConfigReader) -> ConfigReader:
-    """RoPE's theta is in "attn_config", as published, or at the top, as transformers 5 has it; it reads the latter
-    alone, and says 10000 there when it saves a model that had the former.
+    """RoPE's theta is in "attn_config", as published, or at the top, as transformers 5 has it.
+
+    transformers 5 reads only the top-level one, and writes 10000 there when it saves a published model.
 
     Raises:
         UnsupportedModelError: both are given and differ.
@@ -130,11 +137,26 @@ def _with_theta(read: ConfigReader, attention: ConfigReader) -> ConfigReader:
     parameters: Any = read.config.get("rope_scaling") or read.config.get("rope_parameters") or {}
     within = parameters.get("rope_theta") if isinstance(parameters, Mapping) else None
     theta = read.config.get("rope_theta") if within is None else within
+    if published is None:
+        return read
     if theta is None:
-        return read if published is None else read.with_entries(rope_theta=published)
-    if published is not None and published != theta:
+        if published != _DEFAULT_THETA:
+            log.warning(
+                "config.json: RoPE rotates by rope_theta=%s, which attn_config has; transformers 5 does not read it"
+                " there, and rotates by %s.",
+                shown(published),
+                _DEFAULT_THETA,
+            )
+        return read.with_entries(rope_theta=published)
+    if published != theta:
         raise UnsupportedModelError(
             f"config.json: rope_theta={shown(published)} in attn_config and {shown(theta)} outside of it are not"
-            " supported together; remove the one that the model was not trained with."
+            " supported together. transformers 5 writes rope_theta=10000 when it saves a published model: delete"
+            " rope_parameters (or rope_theta) from config.json. Of a model that was trained with the one outside,"
+            " delete the one in attn_config."
         )
     return read
+
+
+_DEFAULT_THETA = 10000.0
+"""What transformers 5 rotates by where config.json has no theta at the top."""

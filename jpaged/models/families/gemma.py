@@ -139,7 +139,8 @@ def _read_gemma(read: ConfigReader) -> GemmaConfig:
 def _read_gemma2(read: ConfigReader, norms_after: bool = True) -> GemmaConfig:
     read = read.with_defaults(num_key_value_heads=4)
     fields = _fields(read, default_length=8192) | {"attention_scale": read.number("query_pre_attn_scalar", 256) ** -0.5}
-    kinds = read.kinds_of_layers(fields["num_layers"], every=2)
+    every = 2  # whatever a "sliding_window_pattern" says, as in transformers
+    kinds = read.with_entries(sliding_window_pattern=every).kinds_of_layers(fields["num_layers"], every)
     return GemmaConfig(
         **fields,
         norms_after=norms_after,

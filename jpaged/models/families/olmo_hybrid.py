@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from jpaged.api.errors import CheckpointError, UnsupportedModelError
+from jpaged.api.errors import CheckpointError, UnsupportedModelError, shown
 from jpaged.models.blocks import Decoder, DecoderConfig, SequentialBlock, decoder_fields
 from jpaged.models.collectives import Collectives
 from jpaged.models.config_reader import ConfigReader
@@ -24,9 +24,10 @@ from jpaged.models.norms import RMSNormOfAllHeads, WideRMSNorm
 from jpaged.models.states import DeltaState
 
 _CONVOLUTION = "stored_convolution"
-"""An entry of ours in config.json, which is there with "_shape" at its end: the shape of the first of a convolution's
-three tensors (`Family.fused_experts`). As published they are of queries, keys and values; transformers 5 saves them in
-equal thirds."""
+"""Loading adds stored_convolution_shape to config.json: the shape of the first q_conv1d.weight in the checkpoint
+(`Family.fused_experts`). As published, the three tensors of a convolution are of queries, keys and values. transformers
+5 joins them, and saves the whole in three chunks, as torch.chunk cuts it: two of a third of the channels, rounded up,
+and the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class OlmoHybridFamily:
 
     model_type = "olmo_hybrid"
     base_prefix = "model."
-    derived_tensors = r"rotary_emb\.inv_freq$"
+    derived_tensors = r"rotary_emb\.inv_freq$|^mtp"
     fused_experts = _CONVOLUTION, "q_conv1d.weight"
 
     def aliases(self, config: OlmoHybridConfig) -> tuple[tuple[str, str], ...]:
@@ -55,7 +56,9 @@ class OlmoHybridFamily:
         return tuple((f"{layer}.{theirs}.", f"{layer}.{ours}.") for layer in layers for theirs, ours in names.items())
 
     def read_config(self, read: ConfigReader) -> OlmoHybridConfig:
-        read.refuse(("hidden_act", "silu"), ("linear_use_gate", True))
+        if read.config.get("hidden_act") != "swish":  # the same
+            read.refuse(("hidden_act", "silu"))
+        read.refuse(("linear_use_gate", True))
         rotated = _is_rotated(read)
         unrotated = {"rope_theta": None, "rope_scaling": None, "rope_parameters": None}
         fields = decoder_fields(read if rotated else read.with_entries(**unrotated), default_length=65536)
@@ -117,8 +120,15 @@ class OlmoHybridFamily:
 
 
 def _is_rotated(read: ConfigReader) -> bool:
-    """Whether queries and keys are: not where config.json says null for "rope_theta". Left out it has a default."""
+    """Whether queries and keys are rotated. A null rope_theta means no RoPE; a missing one has a default.
+
+    Raises UnsupportedModelError where RoPE's parameters are nested: transformers looks for rope_theta outside alone.
+    """
     parameters = read.config.get("rope_scaling") or read.config.get("rope_parameters") or {}
+    if isinstance(parameters, Mapping) and any(isinstance(value, Mapping) for value in parameters.values()):
+        raise UnsupportedModelError(
+            f"config.json: RoPE parameters by layer type are not supported for OLMo Hybrid: {shown(parameters)}."
+        )
     said = parameters if isinstance(parameters, Mapping) and "rope_theta" in parameters else read.config
     return said.get("rope_theta", 0) is not None
 
@@ -155,16 +165,7 @@ def _layer_kinds(read: ConfigReader, num_layers: int) -> tuple[str, ...]:
 
 def _convolved(read: ConfigReader, state: DeltaState) -> tuple[int, int, int]:
     keys, values = state.key_heads * state.key_dim, state.value_heads * state.value_dim
-    third, shape = state.channels // 3, read.config.get(f"{_CONVOLUTION}_shape")
-    is_third = shape == [third, 1, state.width] and 3 * third == state.channels
-    if is_third and all(_begins_head(channel, state) for channel in (third, 2 * third)):
-        return third, third, third
+    chunk = -(-state.channels // 3)
+    if read.config.get(f"{_CONVOLUTION}_shape") == [chunk, 1, state.width]:
+        return chunk, chunk, state.channels - 2 * chunk
     return keys, keys, values
-
-
-def _begins_head(channel: int, state: DeltaState) -> bool:
-    """Whether a key head's queries, keys or values begin at this channel, of all queries, all keys and all values."""
-    first_value = 2 * state.key_heads * state.key_dim
-    if channel < first_value:
-        return channel % state.key_dim == 0
-    return (channel - first_value) % (state.group * state.value_dim) == 0

@@ -232,6 +232,9 @@ def match(model: Model, found: dict[str, StoredTensor]) -> dict[int, Tensors]:
         lacking = {model.pieces[index].parameter for name in missing for index in wanted[name]}
         if lacking <= head and not model.config.tie_word_embeddings:
             hint = 'set "tie_word_embeddings": true in its config.json if the model shares the embedding'
+        scheme, are_experts = model.config.quantization, all(".experts." in parameter for parameter in lacking)
+        if scheme is not None and unexpected and are_experts and lacking.isdisjoint(model.quantized):
+            hint = f"tensors of each expert are not supported in {scheme.name} here; use one that is not quantized"
         raise CheckpointError(f"{directory} lacks {_listed(missing)}; {hint}.")
     if unexpected:
         raise CheckpointError(

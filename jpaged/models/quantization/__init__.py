@@ -82,11 +82,15 @@ def quantize(
 def _is_stored(scheme: Scheme, pieces: list[Piece]) -> bool:
     """Whether the linear layers that a parameter of no `Linear` is made of are ones that the scheme covers."""
     layers = [StoredLayer(piece.tensor.removesuffix(".weight"), *piece.shape) for piece in pieces]
-    if not all(scheme.modules.covers(layer.name) for layer in layers):
+    if not all(_is_target(scheme, *both) for both in zip(layers, pieces, strict=True)):
         return False
     for layer in layers:
         scheme.check_layer(layer)
     return bool(layers)
+
+
+def _is_target(scheme: Scheme, layer: StoredLayer, piece: Piece) -> bool:
+    return scheme.modules.covers(layer.name, is_linear=piece.tensor.endswith(".weight"))
 
 
 def _split(scheme: Scheme, layout: LinearLayout, shards: int) -> Kind:
@@ -116,7 +120,7 @@ def _covers(scheme: Scheme, layout: LinearLayout, name: str, pieces: list[Piece]
     if scheme.online and layout.shard_axis is None and not layout.joined:
         return False
     layers = [stored_layer(piece, layout) for piece in pieces]
-    covered = {layer.name: scheme.modules.covers(layer.name) for layer in layers}
+    covered = {layer.name: _is_target(scheme, layer, piece) for layer, piece in zip(layers, pieces, strict=True)}
     if len(set(covered.values())) > 1:
         names = [next(layer for layer, is_covered in covered.items() if is_covered == one) for one in (True, False)]
         raise UnsupportedModelError(
@@ -126,8 +130,9 @@ def _covers(scheme: Scheme, layout: LinearLayout, name: str, pieces: list[Piece]
     if not any(covered.values()):
         return False
     for layer, piece in zip(layers, pieces, strict=True):
-        # Inputs come last in what can be read of all experts, but in MXFP4.
-        readable = scheme.fused_experts and not (scheme.separate_experts and is_transposed(piece, layout))
+        # What can be read of all experts has an axis for them, and inputs last, but in MXFP4.
+        readable = scheme.fused_experts and len(piece.shape) == 3
+        readable = readable and not (scheme.separate_experts and is_transposed(piece, layout))
         if is_fused(piece, layout) and not scheme.online and not readable:
             raise UnsupportedModelError(
                 f"{layer.name} has all experts in one tensor, which is not supported in {scheme.name}; use a checkpoint"

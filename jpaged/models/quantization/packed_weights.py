@@ -56,12 +56,18 @@ class PackedWeights(Scheme):
         """Values in an int32."""
         return 32 // self.kind.bits
 
+    @property
+    def outputs_per_word(self) -> int:
+        """Outputs that share an int32, of values or of zero points."""
+        return self.values_per_word
+
     def check_layer(self, layer: StoredLayer) -> None:
         size = self.kind.group or self.values_per_word
-        if layer.inputs % size or layer.outputs % self.values_per_word:
+        if layer.inputs % size or layer.outputs % self.outputs_per_word:
+            multiples = f"{self.outputs_per_word} and of {size}" if self.outputs_per_word > 1 else f"{size} inputs"
             raise UnsupportedModelError(
                 f"{layer.name} has {layer.outputs} outputs and {layer.inputs} inputs; {self.name} is supported for"
-                f" multiples of {self.values_per_word} and of {size}."
+                f" multiples of {multiples}."
             )
 
     @property
@@ -162,6 +168,10 @@ class Gptq(PackedWeights):
 @dataclass(frozen=True, kw_only=True)
 class PackQuantized(PackedWeights):
     """compressed-tensors' "pack-quantized"."""
+
+    @property
+    def outputs_per_word(self) -> int:
+        return self.values_per_word if self.kind.zero_points else 1
 
     def tensors(self, layer: StoredLayer) -> dict[str, Stored]:
         groups, each = self.groups(layer), self.values_per_word

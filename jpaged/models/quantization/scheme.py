@@ -44,19 +44,21 @@ class Modules:
     """Which layers of a checkpoint are quantized.
 
     targets, ignored: names or parts of names, whole between dots ("mlp.gate" is not "mlp.gate_proj"), or regular
-        expressions that match from a name's beginning, after "re:". "Linear" is every layer. What is ignored is not
-        quantized though it is a target. Names may be those of the text part of a multimodal checkpoint.
+        expressions that match from a name's beginning, after "re:". "Linear" is every linear layer of torch. What is
+        ignored is not quantized though it is a target. Names may be those of the text part of a multimodal checkpoint.
     """
 
-    targets: tuple[str, ...] = ("Linear",)
+    targets: tuple[str, ...] = ("re:",)
     ignored: tuple[str, ...] = ()
 
-    def covers(self, name: str) -> bool:
-        """name: of a layer, such as "model.layers.0.mlp.down_proj"."""
+    def covers(self, name: str, *, is_linear: bool) -> bool:
+        """name: of a layer, such as "model.layers.0.mlp.down_proj". is_linear: it is a linear layer of torch, not a
+        parameter of another module, as all experts in one tensor may be."""
         spellings = (name, f"language_model.{name}", f"model.language_model.{name.removeprefix('model.')}")
         if any(_names(entry, one) for entry in self.ignored for one in spellings):
             return False
-        return any(entry == "Linear" or _names(entry, one) for entry in self.targets for one in spellings)
+        named = any(_names(entry, one) for entry in self.targets for one in spellings)
+        return named or (is_linear and "Linear" in self.targets)
 
 
 def _names(entry: str, name: str) -> bool:

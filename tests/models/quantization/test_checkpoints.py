@@ -148,6 +148,25 @@ def test_so_are_those_of_recurrent_layers(layout, name, tmp_path):
         np.testing.assert_array_equal(found[parameter], np.asarray(expected), err_msg=parameter)
 
 
+@pytest.mark.parametrize("layout", ["int4-symmetric", "int8-weights"])
+def test_packed_layers_have_any_number_of_outputs_where_there_are_no_zero_points(layout, tmp_path):
+    """Words are of inputs alone: a key-value head has 6 outputs here."""
+    sizes = {"num_attention_heads": 16, "head_dim": 6, "num_key_value_heads": 1}
+    source = plain_checkpoint(LLAMA, tmp_path / "plain", **sizes)
+    ours = load(quantized_checkpoint(source, tmp_path / "quantized", layout))
+    theirs = load(dequantized_checkpoint(source, tmp_path / "dequantized", layout))
+    found = dequantized(*ours)
+    for name, expected in zip(theirs[0].parameter_names, theirs[1], strict=True):
+        np.testing.assert_array_equal(found[name], np.asarray(expected), err_msg=name)
+    assert greedy(*ours) == greedy(*theirs)
+    random = dequantized(ours[0], ours[0].init(seed=1))["layers.0.attention.qkv"]
+    assert 0.8 < random.std() / ours[0].quantized["layers.0.attention.qkv"].std < 1.2
+    for other in ("int4-act-order", "awq", "gptq-8-bits"):
+        config = dict(ours[0].config.source) | {"quantization_config": PUBLISHED[other].config}
+        with pytest.raises(UnsupportedModelError, match=r"_proj has 6 outputs and 160 inputs; .* for multiples"):
+            models.build(models.ModelConfig.from_dict(config), "float32")
+
+
 @partial(jax.jit, static_argnums=0)
 def next_tokens(model: models.Model, weights: models.Weights, tokens: jax.Array) -> jax.Array:
     positions = jnp.arange(tokens.size, dtype=jnp.int32)

@@ -178,10 +178,21 @@ def test_what_experts_cannot_be_in_is_refused_by_name(plain, tmp_path):
             models.build(models.ModelConfig.from_dict(config), "float32")
         return str(caught.value)
 
-    fused = refusal("gpt-oss-20b-style", "fp8-dynamic")
-    assert "experts.down_proj has all experts in one tensor, which is not supported in compressed-tensors" in fused
+    fused = refusal("gpt-oss-20b-style", "fbgemm")
+    assert "experts.down_proj has all experts in one tensor, which is not supported in fbgemm_fp8" in fused
     some = refusal("mixtral", "fp8-dynamic", ignore=["re:.*experts.3.*"])
     assert "covers model.layers.0.block_sparse_moe.experts.0.w2 and not " in some
+
+
+def test_experts_that_a_compressor_took_apart_are_refused_by_name(tmp_path):
+    """compressed-tensors' of Llama 4, whose plain checkpoints have one tensor for all experts of a layer."""
+    directory = write_tiny_model(tiny_model("llama4-scout-style"), tmp_path / "plain", use_torch=False)
+    directory = quantized_checkpoint(directory, tmp_path / "quantized", "fp8-dynamic")
+    tensors = read_tensors(directory / "model.safetensors")
+    apart = {name.replace("experts.down_proj", "experts.0.down_proj.weight"): one for name, one in tensors.items()}
+    write_tensors(directory / "model.safetensors", apart)
+    with pytest.raises(CheckpointError, match=r"lacks 2 tensors .*experts\.down_proj.*tensors of each expert are not"):
+        load(directory)
 
 
 def test_scales_are_split_as_the_experts_are_and_each_device_has_whole_groups(plain):

@@ -11,6 +11,7 @@ from tests.pallas_kernels.marks import needs_triton, runs_triton
 
 SIZES = [(5, 40, 192, 32, True), (1, 24, 256, 128, False), (37, 72, 128, 64, True), (9, 40, 192, 64, False)]
 SIZES += [(3, 72, 2080, 32, True)]  # in two parts, the second of which does not fill its steps
+SIZES += [(3, 7, 128, 32, False)]
 SIZES += [(5, 40, 256, 32, True), (8, 72, 1024, 128, False)]  # several steps at a time
 """Rows, outputs and inputs, of which no tile has just as many; groups; and whether these have zero points."""
 

@@ -26,9 +26,11 @@ BACKENDS += [
 
 
 @pytest.mark.parametrize(("backend", "dtype", "bits"), BACKENDS)
-@pytest.mark.parametrize(("rows", "inputs", "group"), [(3, 200, None), (37, 256, 64)])
-def test_weights_alone_are_multiplied_within_rounding(backend, dtype, bits, rows, inputs, group):
-    x, w, scale = operands(rows, inputs=inputs, groups=1 if group is None else inputs // group)
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "group"), [(3, 24, 200, None), (37, 24, 256, 64), (3, 7, 256, 64)]
+)
+def test_weights_alone_are_multiplied_within_rounding(backend, dtype, bits, rows, outputs, inputs, group):
+    x, w, scale = operands(rows, outputs, inputs, groups=1 if group is None else inputs // group)
     x = np.asarray(jnp.asarray(x, dtype))
     y = int8_product(jnp.asarray(x), w, scale, group=group, backend=backend)
     wide = w.astype(np.float64) * (scale if group is None else np.repeat(scale, group, axis=1))
