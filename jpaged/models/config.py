@@ -231,12 +231,12 @@ class ModelConfig:
             apart = read_json(path / "hf_quant_config.json").get("quantization")
             if isinstance(apart, dict) and apart.get("quant_algo"):  # else of keys and values alone
                 config["quantization_config"] = {"quant_method": "modelopt"} | apart
-        entry, tensor = getattr(family_of(architecture_of(config)), "fused_experts", ("", ""))
+        entry, tensor = getattr(family_of(architecture_of(config)), "probed_tensor", ("", ""))
         if entry and (stored := _files_of_tensors(path)):
-            fused = next((name for name in stored if name.endswith(tensor)), None)
-            config[entry] = fused is not None
-            if fused is not None and (file := path / stored[fused]).is_file():
-                config[f"{entry}_shape"] = [*read_header(file)[fused].shape]
+            found = next((name for name in stored if name.endswith(tensor)), None)
+            config[entry] = found is not None
+            if found is not None and (file := path / stored[found]).is_file():
+                config[f"{entry}_shape"] = [*read_header(file)[found].shape]
         return ModelConfig.from_dict(config, max_model_len, quantization)
 
     def saved_as(self, dtype: str, *, quantized: bool = False) -> dict[str, Any]:

@@ -73,6 +73,13 @@ class ConfigReader:
         known = {name: self.config[name] for name in outer if self.config.get(name) is not None}
         return ConfigReader(architecture, {**text, **known, "architectures": [architecture]}, self.max_model_len)
 
+    def part(self, name: str) -> "ConfigReader":
+        """The reader of an object in config.json, such as "attn_config"; of an empty one where it is missing."""
+        entries = self.config.get(name) or {}
+        if not isinstance(entries, Mapping):
+            raise CheckpointError(f"config.json: {name} must be an object, got {shown(entries)}.")
+        return ConfigReader(self.architecture, entries)
+
     def common(self) -> dict[str, Any]:
         """The fields of a `ModelConfig` that every family's config.json spells alike."""
         vocab_size = self.integer("vocab_size")

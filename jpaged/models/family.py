@@ -116,7 +116,7 @@ class Family(Protocol[Config]):
     the text part of multimodal checkpoints. It may be a method that gives them for a configuration. And
     `quantizations`: values of "quant_method" in config.json's "quantization_config" of which loading makes plain
     numbers with quantization="none" ("mxfp4"). And `passed_over`: from a configuration another regular expression like
-    `derived_tensors`, for layers that are not run. And `fused_experts`: the name of an entry, and what a tensor's name
+    `derived_tensors`, for layers that are not run. And `probed_tensor`: the name of an entry, and what a tensor's name
     ends with. Where a directory has tensors, config.json is read with two entries more: this one, whether there is such
     a tensor, and with "_shape" at its end, the shape of the first one.
     """

@@ -676,6 +676,18 @@ _LFM2: dict[str, tuple[Any, ...]] = {
     "theta": (..., 1e6),
 }
 
+_GEMMA2 = {
+    "hidden_activation": (..., "gelu_pytorch_tanh", "gelu", "silu"),
+    "use_bidirectional_attention": (..., False, False, True),
+    "hidden_act": (..., "gelu_pytorch_tanh"),
+    "rms_norm_eps": EPS,
+    "attention_bias": FLAG,
+    "query_pre_attn_scalar": (16, 24, ...),
+    "attn_logit_softcapping": (..., None, 5.0, 2.0),
+    "final_logit_softcapping": (..., None, 8.0, 3.0),
+    "sliding_window": (..., *WINDOW),
+}
+
 SPACES: dict[str, Space] = {
     "llama": Space(
         *("LlamaForCausalLM", "llama", _QWEN | {"attention_bias": FLAG, "mlp_bias": FLAG, "pretraining_tp": (..., 1)}),
@@ -783,31 +795,13 @@ SPACES: dict[str, Space] = {
     "gemma2": Space(
         "Gemma2ForCausalLM",
         "gemma2",
-        {
-            "hidden_activation": (..., "gelu_pytorch_tanh", "gelu", "silu"),
-            "use_bidirectional_attention": (..., False, False, True),
-            "hidden_act": (..., "gelu_pytorch_tanh"),
-            "rms_norm_eps": EPS,
-            "attention_bias": FLAG,
-            "query_pre_attn_scalar": (16, 24, ...),
-            "attn_logit_softcapping": (..., None, 5.0, 2.0),
-            "final_logit_softcapping": (..., None, 8.0, 3.0),
-            "sliding_window": (..., *WINDOW),
-        },
+        _GEMMA2,
         (sizes(dim="always"), rotation(), layer_kinds(default=0.7)),
     ),
     "vaultgemma": Space(
         "VaultGemmaForCausalLM",
         "vaultgemma",
-        {
-            "hidden_activation": (..., "gelu_pytorch_tanh", "gelu", "silu"),
-            "rms_norm_eps": EPS,
-            "attention_bias": FLAG,
-            "query_pre_attn_scalar": (16, 24, ...),
-            "attn_logit_softcapping": (..., None, 5.0, 2.0),
-            "final_logit_softcapping": (..., None, 8.0, 3.0),
-            "sliding_window": (..., *WINDOW),
-        },
+        {name: values for name, values in _GEMMA2.items() if name not in ("use_bidirectional_attention", "hidden_act")},
         (sizes(dim="always"), rotation(), layer_kinds(default=0.7)),
     ),
     "gemma3": Space(

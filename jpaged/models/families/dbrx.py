@@ -38,7 +38,7 @@ class DbrxFamily:
 
     def read_config(self, read: ConfigReader) -> DbrxConfig:
         read.refuse(("tie_word_embeddings", False))
-        attention, experts = _part(read, "attn_config"), _part(read, "ffn_config")
+        attention, experts = read.part("attn_config"), read.part("ffn_config")
         experts.refuse(("moe_normalize_expert_weights", 1))
         num_experts, per_token = experts.integer("moe_num_experts", 4), experts.integer("moe_top_k", 1)
         if per_token > num_experts:
@@ -91,14 +91,6 @@ def _experts(theirs: str, ours: str, config: DbrxConfig) -> Iterator[Piece]:
         split, start = (count, 1, inner, hidden), (0, 0, slot, 0)
         yield Piece(f"{theirs}.{name}", shape, f"{ours}.gate_up", split, (0, 3, 1, 2), start)
     yield Piece(f"{theirs}.w2", shape, f"{ours}.down", (count, inner, hidden), (0, 1, 2))
-
-
-def _part(read: ConfigReader, name: str) -> ConfigReader:
-    """The entries of an object in config.json, such as "attn_config"."""
-    entries = read.config.get(name) or {}
-    if not isinstance(entries, Mapping):
-        raise CheckpointError(f"config.json: {name} must be an object, got {shown(entries)}.")
-    return ConfigReader(read.architecture, entries)
 
 
 def _with_usual_names(read: ConfigReader, attention: ConfigReader, experts: ConfigReader) -> ConfigReader:

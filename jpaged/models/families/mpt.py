@@ -1,14 +1,13 @@
 """MPT (MosaicML 2023): ALiBi, layer norms without bias, no biases, and in some sizes clipped queries, keys and
 values."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import jax.numpy as jnp
 from flax import nnx
 
-from jpaged.api.errors import CheckpointError, shown
 from jpaged.models.alibi import alibi_slopes
 from jpaged.models.blocks import Decoder, DecoderConfig, SequentialBlock
 from jpaged.models.collectives import Collectives
@@ -39,10 +38,7 @@ class MptFamily:
     def read_config(self, read: ConfigReader) -> MptConfig:
         read.refuse(("no_bias", True), ("logit_scale", None), ("expansion_ratio", 4))
         read = read.with_other_names(d_model="hidden_size", n_heads="num_attention_heads", n_layers="num_hidden_layers")
-        attention = read.config.get("attn_config") or {}
-        if not isinstance(attention, Mapping):
-            raise CheckpointError(f"config.json: attn_config must be an object, got {shown(attention)}.")
-        of_attention = ConfigReader(read.architecture, attention)
+        of_attention = read.part("attn_config")
         of_attention.refuse(
             ("alibi", True), ("qk_ln", False), ("prefix_lm", False), ("attn_type", "multihead_attention")
         )

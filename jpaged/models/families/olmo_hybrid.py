@@ -25,7 +25,7 @@ from jpaged.models.states import DeltaState
 
 _CONVOLUTION = "stored_convolution"
 """Loading adds stored_convolution_shape to config.json: the shape of the first q_conv1d.weight in the checkpoint
-(`Family.fused_experts`). As published, the three tensors of a convolution are of queries, keys and values. transformers
+(`Family.probed_tensor`). As published, the three tensors of a convolution are of queries, keys and values. transformers
 5 joins them, and saves the whole in three chunks, as torch.chunk cuts it: two of a third of the channels, rounded up,
 and the rest."""
 
@@ -47,7 +47,7 @@ class OlmoHybridFamily:
     model_type = "olmo_hybrid"
     base_prefix = "model."
     derived_tensors = r"rotary_emb\.inv_freq$|^mtp"
-    fused_experts = _CONVOLUTION, "q_conv1d.weight"
+    probed_tensor = _CONVOLUTION, "q_conv1d.weight"
 
     def aliases(self, config: OlmoHybridConfig) -> tuple[tuple[str, str], ...]:
         """Other names of norms, which transformers gives them when it saves a model."""

@@ -28,7 +28,7 @@ from jpaged.models.states import DeltaState
 
 _FUSED = "experts_in_one_tensor"
 """An entry of ours in config.json: whether a checkpoint has one tensor for all experts of a layer, as the names of its
-tensors say (`Family.fused_experts`). Published ones of Qwen3.5 do, but for those in FP8; what transformers saves does
+tensors say (`Family.probed_tensor`). Published ones of Qwen3.5 do, but for those in FP8; what transformers saves does
 not."""
 
 
@@ -63,7 +63,7 @@ class QwenHybridFamily:
 
     base_prefix = "model."
     aliases = TEXT_PART_NAMES
-    fused_experts = _FUSED, "experts.gate_up_proj"
+    probed_tensor = _FUSED, "experts.gate_up_proj"
 
     @property
     def other_types(self) -> tuple[str, ...]:

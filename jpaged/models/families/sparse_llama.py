@@ -30,7 +30,7 @@ class Qwen3MoeFamily(SparseLlamaFamily):
 
     other_types = ("qwen3_vl_moe",)
     aliases = TEXT_PART_NAMES
-    fused_experts = _FUSED, "experts.down_proj"
+    probed_tensor = _FUSED, "experts.down_proj"
 
     def read_config(self, read: ConfigReader) -> SparseLlamaConfig:
         if "text_config" not in read.config:

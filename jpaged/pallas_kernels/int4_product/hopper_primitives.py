@@ -107,27 +107,31 @@ def load_groups(ref: Any, output: jax.Array, group: jax.Array, count: int) -> tu
 
 def _floats(at: Any, count: int) -> list[Any]:
     """So many neighbouring float32 numbers in global memory, at a multiple of their bytes."""
-    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-    found: list[Any] = []
-    for first in range(0, count, 4):
-        width = min(count, 4)
-        words = "{" + ", ".join(f"${i}" for i in range(width)) + "}" if width > 1 else "$0"
-        shape = f".v{width}" if width > 1 else ""
-        kinds = [i32] * width if width > 1 else i32
-        one = instruction(f"ld.global{shape}.b32 {words}, [${width}];", offset(at, constant(first), f32), result=kinds)
-        found += one if width > 1 else [one]
-    return [arith.bitcast(f32, word) for word in found]
+    f32 = ir.F32Type.get()
+    words = [word for i in range(0, count, 4) for word in _words("global", offset(at, constant(i), f32), min(count, 4))]
+    return [arith.bitcast(f32, word) for word in words]
 
 
 def _bytes(at: Any, count: int) -> list[Any]:
     """So many neighbouring bytes in global memory, at a multiple of their number."""
-    i32 = ir.IntegerType.get_signless(32)
-    if count == 8:
-        words = instruction("ld.global.v2.b32 {$0, $1}, [$2];", at, result=[i32, i32])
+    if count < 4:
+        words = [instruction(f"ld.global.u{8 * count} $0, [$1];", at, result=ir.IntegerType.get_signless(32))]
     else:
-        words = [instruction(f"ld.global.u{8 * count} $0, [$1];", at, result=i32)]
+        words = _words("global", at, count // 4)
     shifted = [arith.shrui(words[i // 4], constant(8 * (i % 4))) for i in range(count)]
     return [arith.andi(one, constant(255)) for one in shifted]
+
+
+def _words(space: str, at: Any, count: int, distance: int = 0) -> list[Any]:
+    """1, 2 or 4 neighbouring words of 32 bits in a state space of PTX, so many bytes behind an address, in one load."""
+    i32 = ir.IntegerType.get_signless(32)
+    if count == 1:
+        return [instruction(f"ld.{space}.b32 $0, [$1+{distance}];", at, result=i32)]
+    names = ", ".join(f"${i}" for i in range(count))
+    found: list[Any] = instruction(
+        f"ld.{space}.v{count}.b32 {{{names}}}, [${count}+{distance}];", at, result=[i32] * count
+    )
+    return found
 
 
 def add_products(
@@ -289,16 +293,10 @@ class _Lines:
 
         `first`, the thread's own start and the offset within one read use different bits, since they are XORed.
         """
-        i32 = ir.IntegerType.get_signless(32)
         found: list[Any] = []
         for at in range(0, 4 * count, _PIECE):
-            width = min(count, _PIECE // 4)
-            names = ", ".join(f"${i}" for i in range(width))
-            shape, target = (f".v{width}", f"{{{names}}}") if width > 1 else ("", names)
             place = arith.xori(self._start, constant(first + at))
-            ptx = f"ld.shared{shape}.b32 {target}, [${width}+{line * LINE_BYTES}];"
-            read = instruction(ptx, place, result=[i32] * width if width > 1 else i32)
-            found += read if width > 1 else [read]
+            found += _words("shared", place, min(count, _PIECE // 4), line * LINE_BYTES)
         return found
 
 
