@@ -210,6 +210,9 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
         (16, 6144, 4096, 32, True, jnp.bfloat16),
         (32, 6144, 4096, 64, True, jnp.bfloat16),
         (64, 6144, 4096, 128, True, jnp.bfloat16),
+        (16, 6144, 4096, 128, True, jnp.bfloat16),
+        (32, 28_672, 4096, 128, False, jnp.bfloat16),
+        (512, 28_672, 4096, 128, True, jnp.bfloat16),
     ):
         arguments = (Shape((rows, inputs), dtype), Shape((outputs, inputs // 2), jnp.uint8))
         arguments += (Shape((outputs, inputs // group), jnp.float32),)

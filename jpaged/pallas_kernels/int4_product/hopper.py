@@ -1,6 +1,6 @@
-"""The 4-bit product of few rows for Hopper.
+"""The 4-bit product for Hopper.
 
-    a CTA: 64 to 256 outputs x 8 to 64 rows, of all inputs or of a part of them
+    a CTA: 64 to 256 outputs x 8 to 128 rows, of all inputs or of a part of them
 
     producer (a warp)                                   consumers, 64 or 128 outputs each
     free --> TMA --> w [outputs, 128]: 256 inputs       bytes --> 16-bit numbers less their zero points, in registers
@@ -32,7 +32,7 @@ from jpaged.pallas_kernels.int4_product.operands import Operands
 _GROUPS = (32, 64, 128)
 INPUTS = 256  # of a stage: 128 bytes of each output
 _COPIES = INPUTS // DEPTH  # of a stage's x
-_MOST_ROWS, _MOST_ROWS_OF_32 = 64, 32  # groups of 32 have more scales at a time than registers are left for
+_MOST_ROWS = {32: 32, 64: 512, 128: 1024}  # by group
 _MOST_SPLITS = 8
 _MOST_OUTPUTS = 256  # of a copy
 _PRODUCER = 40  # registers
@@ -74,7 +74,7 @@ class Tiling:
     @property
     def registers(self) -> tuple[int, int] | None:
         """Registers of a consumer's thread and of the producer's, all that there are. None for up to 16 rows, where all
-        threads have what the compiler takes: with 8 rows a second CTA fits on a multiprocessor.
+        threads have what the compiler takes.
         """
         if self.rows < 32:
             return None
@@ -83,28 +83,41 @@ class Tiling:
         return min(232, (together - _PRODUCER) // self.consumers // 8 * 8), _PRODUCER
 
     @property
+    def reads_ahead(self) -> bool:
+        """Whether consumers read a step's scales during the step before; sums of 128 rows leave no registers for them."""
+        return self.rows < 128
+
+    @property
+    def ctas_a_multiprocessor(self) -> int:
+        """How many run there at the same time, by the registers that the compiler takes."""
+        return 2 if self.rows == 8 and self.consumers == 1 else 1
+
+    @property
     def stage_bytes(self) -> int:
         return self.outputs * INPUTS // 2 + self.rows * INPUTS * 2
 
 
-TILINGS = (Tiling(8, 2, 1, 3), Tiling(16), Tiling(32, 2, 2, 3), Tiling(64))
-"""From few rows to many. Those of 8 and 32 rows are within 1 % of the fastest of a sweep on an H200, for an 8B model's
-gate, up and down together (`benchmarks/product_tiles.py`). For 16 and 64 no others were tried."""
+TILINGS = (Tiling(8, 2, 1, 3), Tiling(16, 2, 1, 3), Tiling(32, 1, 4, 3), Tiling(64), Tiling(128, 1, 2, 2))
+"""From few rows to many: the fastest of a sweep on an H200 for an 8B model's products together, or within 1 % of it
+(`benchmarks/product_tiles.py`). Of 64 and 128 rows no others came without spills."""
 
 
-def pick_tiling(rows: int, group: int) -> Tiling:
-    """The tiling for so many rows, and groups of so many inputs."""
-    found = next((one for one in TILINGS if one.rows >= rows), TILINGS[-1])
-    # Scales of twice as many groups leave no registers for twice as many outputs.
+def pick_tiling(rows: int, group: int, *, zeros: bool) -> Tiling:
+    """The tiling for so many rows, and groups of so many inputs, which have zero points or none.
+
+    Scales of more groups, and zero points, leave registers for fewer sums.
+    """
+    fitting = TILINGS if group == 128 else TILINGS[:-1]
+    found = next((one for one in fitting if one.rows >= rows), fitting[-1])
     if group < (64 if found.rows < 32 else 128):
-        found = dataclasses.replace(found, blocks=1, consumers=2)
-    return found
+        return dataclasses.replace(found, blocks=1, consumers=2)
+    return Tiling(32, 2, 2, 3) if zeros and found.rows == 32 else found
 
 
-def splits_of(ctas: int, steps: int) -> int:
-    """Parts of the inputs, each of at least two of `steps`: as many as make two CTAs a multiprocessor, whether or not
-    these run at the same time."""
-    return max(1, min(_MOST_SPLITS, steps // 2, 2 * num_multiprocessors() // ctas))
+def splits_of(t: Tiling, ctas: int, steps: int) -> int:
+    """Parts of the inputs, each of at least two of `steps`: as many as run at the same time."""
+    at_once = num_multiprocessors() * t.ctas_a_multiprocessor
+    return max(1, min(_MOST_SPLITS, steps // 2, at_once // ctas))
 
 
 def unsupported(x: jax.Array, w: jax.Array, group: int, form: str) -> str | None:
@@ -120,9 +133,10 @@ def unsupported(x: jax.Array, w: jax.Array, group: int, form: str) -> str | None
 
 
 def worthwhile(x: jax.Array, w: jax.Array, group: int, form: str) -> bool:
-    """For few rows, where reading weights costs most."""
+    """Until weights that are widened once for all rows cost less; in groups of 32 as long as their scales find
+    registers."""
     del w, form
-    return x.shape[0] <= (_MOST_ROWS if group > 32 else _MOST_ROWS_OF_32)
+    return x.shape[0] <= _MOST_ROWS[group]
 
 
 @functools.partial(jax.jit, static_argnames=("group", "dtype", "tiling", "interpret"))
@@ -136,9 +150,9 @@ def int4_product(
     x, w, scale, zero, _ = operands
     rows, depth = x.shape
     outputs = w.shape[0]
-    t = tiling or pick_tiling(rows, group)
+    t = tiling or pick_tiling(rows, group, zeros=zero is not None)
     strips, tiles, steps = pl.cdiv(outputs, t.outputs), pl.cdiv(rows, t.rows), pl.cdiv(depth, INPUTS)
-    part = pl.cdiv(steps, t.splits or splits_of(strips * tiles, steps))
+    part = pl.cdiv(steps, t.splits or splits_of(t, strips * tiles, steps))
     splits = pl.cdiv(steps, part)
     gpu = hopper_primitives if interpret is None else hopper_interpreted
     s = _Shape(t, gpu, group, rows, outputs, steps, part, zero is not None)
@@ -276,8 +290,9 @@ def _consume(c: _Cta, wg: jax.Array) -> None:
         return scales, tuple(gpu.load_groups(c.gmem.zero, first, group, s.groups) for first in firsts)
 
     def add(step: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-        sums, (scales, zeros) = carry
-        later = factors(step + 1)
+        sums, ahead = carry
+        scales, zeros = factors(step) if ahead is None else ahead
+        later = None if ahead is None else factors(step + 1)
         slot = lax.rem(step, t.stages)
         plgpu.barrier_wait(smem.full.at[slot])
         w = smem.w.at[slot, pl.ds(own, ROWS * t.blocks)]
@@ -285,7 +300,7 @@ def _consume(c: _Cta, wg: jax.Array) -> None:
         plgpu.barrier_arrive(smem.free.at[slot])
         return sums, later
 
-    begun = tuple(gpu.zeros(t.rows) for _ in range(t.blocks)), factors(jnp.int32(0))
+    begun = tuple(gpu.zeros(t.rows) for _ in range(t.blocks)), factors(jnp.int32(0)) if t.reads_ahead else None
     sums, _ = lax.fori_loop(0, c.steps, add, begun)
     for first, one in zip(firsts, sums, strict=True):
         gpu.store_outputs(c.gmem.out, one, c.split, c.row, s.rows, first, s.outputs)

@@ -96,9 +96,40 @@ def test_what_no_tiling_can_be_is_named(sizes, said):
         Tiling(*sizes)
 
 
-@pytest.mark.parametrize(("ctas", "steps", "splits"), [(448, 16, 1), (64, 16, 4), (32, 56, 8), (48, 16, 5), (8, 3, 1)])
-def test_few_outputs_are_computed_by_parts_of_their_inputs(ctas, steps, splits):
-    assert hopper.splits_of(ctas, steps) == splits
+@pytest.mark.parametrize(
+    ("rows", "ctas", "steps", "splits"),
+    [
+        (8, 224, 16, 1),
+        (8, 64, 16, 4),
+        (8, 32, 56, 8),
+        (8, 48, 16, 5),
+        (8, 8, 3, 1),
+        (32, 112, 16, 1),
+        (64, 32, 56, 4),
+        (64, 48, 16, 2),
+    ],
+)
+def test_few_outputs_are_computed_by_as_many_parts_of_their_inputs_as_run_at_once(rows, ctas, steps, splits):
+    assert hopper.splits_of(hopper.pick_tiling(rows, 128, zeros=False), ctas, steps) == splits
+
+
+@pytest.mark.parametrize(
+    ("rows", "group", "zeros", "tiling"),
+    [
+        (1, 128, True, (8, 2, 1, 3)),
+        (1, 32, False, (8, 1, 2, 3)),
+        (9, 64, True, (16, 2, 1, 3)),
+        (32, 128, False, (32, 1, 4, 3)),
+        (17, 128, True, (32, 2, 2, 3)),
+        (32, 64, False, (32, 1, 2, 3)),
+        (64, 128, True, (64,)),
+        (65, 128, True, (128, 1, 2, 2)),
+        (300, 128, False, (128, 1, 2, 2)),
+        (300, 64, False, (64,)),
+    ],
+)
+def test_more_groups_and_zero_points_take_narrower_tiles(rows, group, zeros, tiling):
+    assert hopper.pick_tiling(rows, group, zeros=zeros) == Tiling(*tiling)
 
 
 def test_what_the_kernel_refuses_it_names():
@@ -125,6 +156,7 @@ def test_what_the_kernel_refuses_it_names():
         ("bfloat16", (32, 4096, 4096, 128, True)),
         ("float16", (64, 3072, 1024, 32, False)),
         ("bfloat16", (200, 1000, 1312, 32, True)),
+        ("bfloat16", (1000, 4096, 4096, 128, True)),
     ],
 )
 def test_on_the_gpu_products_are_those_of_float64_within_rounding(dtype, size):
@@ -152,6 +184,8 @@ def test_on_the_gpu_every_tiling_is_right(tiling):
         (16, 512, 1792, 64, True),
         (33, 4096, 4096, 64, False),
         (64, 1000, 14_336, 128, True),
+        (130, 1000, 4096, 128, True),
+        (65, 257, 512, 128, False),
     ],
 )
 def test_on_the_gpu_products_are_exact_where_sums_are(dtype, size):
