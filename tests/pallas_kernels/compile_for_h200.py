@@ -219,6 +219,15 @@ def programs() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
         arguments += (Shape((outputs, inputs // group), jnp.uint8),) if zeros else ()
         call = partial(ops.int4_product, group=group, backend="hopper")
         yield f"int4_product {rows} x {inputs} x {outputs} of {group}", call, arguments, False
+    for rows, outputs, inputs, group, dtype in (
+        (1, 28_672, 4096, None, jnp.bfloat16),
+        (16, 4096, 14_336, 128, jnp.bfloat16),
+        (16, 6144, 4096, 32, jnp.float16),
+    ):
+        arguments = (Shape((rows, inputs), dtype), Shape((outputs, inputs), jnp.float8_e4m3fn))
+        arguments += (Shape((outputs, 1 if group is None else inputs // group), jnp.float32),)
+        call = partial(ops.fp8_product, group=group, backend="hopper")
+        yield f"fp8_product {rows} x {inputs} x {outputs} of {group}", call, arguments, False
     yield "write_kv in XLA", partial(ops.write_kv, backend="xla"), (pool, new, new, ids(256)), True
     yield "copy_blocks in XLA", partial(ops.copy_blocks, backend="xla"), (pools, ids(8), ids(8)), True
     yield two_sizes_of_heads()

@@ -1,101 +1,17 @@
-"""The 4-bit product for Hopper.
-
-    a CTA: 64 to 256 outputs x 8 to 128 rows, of all inputs or of a part of them
-
-    producer (a warp)                                   consumers, 64 or 128 outputs each
-    free --> TMA --> w [outputs, 128]: 256 inputs       bytes --> 16-bit numbers less their zero points, in registers
-                     x [4, rows, 64]: of the same       a group's sums = numbers x^T
-                     --> full                           sums += a group's sums * its scales
-
-Four bits are read as the lowest bits of a subnormal 16-bit float. One FMA scales it and takes its zero point away.
-Scales multiply float32 sums. Products are a warp's (mma) for up to 16 rows, and a warpgroup's (wgmma) for more;
-`hopper_primitives.py` says which inputs a thread takes for each.
-"""
+"""The 4-bit product on Hopper: which calls its kernel (`common/hopper_narrow_product.py`) takes, and in which tiles."""
 
 import dataclasses
 import functools
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jpaged.pallas_kernels.devices import num_multiprocessors
-from jpaged.pallas_kernels.gated_product.hopper_primitives import LINES
-from jpaged.pallas_kernels.gated_product.hopper_tiling import DEPTH, ROWS
-from jpaged.pallas_kernels.int4_product import hopper_interpreted, hopper_primitives
+from jpaged.pallas_kernels.common.hopper_narrow_product import GROUPS, Form, Tiling, narrow_product
 from jpaged.pallas_kernels.int4_product.operands import Operands
 
-_GROUPS = (32, 64, 128)
-INPUTS = 256  # of a stage: 128 bytes of each output
-_COPIES = INPUTS // DEPTH  # of a stage's x
+_INPUTS = Form(4, None).inputs  # of a stage
 _MOST_ROWS = {32: 32, 64: 512, 128: 1024}  # by group
-_MOST_SPLITS = 8
-_MOST_OUTPUTS = 256  # of a copy
-_PRODUCER = 40  # registers
-_SHARED_BYTES = 226 << 10  # of the 227 KiB that a CTA may have, less its barriers
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiling:
-    """How the kernel is cut.
-
-    Attributes:
-        rows: of a CTA: 8, 16, 32, 64 or 128.
-        blocks: of 64 outputs, of a consumer. A CTA has at most 256 outputs.
-        consumers: warpgroups that compute; from 32 rows on two or more.
-        stages: of the ring, as far as they fit into shared memory.
-        splits: parts of the inputs, whose sums XLA adds up; None for as many as keep the GPU reading.
-    """
-
-    rows: int
-    blocks: int = 1
-    consumers: int = 2
-    stages: int = 4
-    splits: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.rows not in (8, 16, 32, 64, 128):
-            raise ValueError(f"rows must be 8, 16, 32, 64 or 128, got {self.rows}")
-        if min(self.blocks, self.consumers) < 1 or self.outputs > _MOST_OUTPUTS:
-            raise ValueError(f"blocks x consumers x {ROWS} must be at most {_MOST_OUTPUTS} outputs, got {self.outputs}")
-        if self.rows >= 32 and self.consumers < 2:
-            raise ValueError(f"consumers must be at least 2 with {self.rows} rows, got {self.consumers}")
-        if self.stages < 1 or self.stages * self.stage_bytes > _SHARED_BYTES:
-            raise ValueError(f"{self.stages} stages of {self.stage_bytes} bytes do not fit into {_SHARED_BYTES}")
-
-    @property
-    def outputs(self) -> int:
-        return ROWS * self.blocks * self.consumers
-
-    @property
-    def registers(self) -> tuple[int, int] | None:
-        """Registers of a consumer's thread and of the producer's, all that there are. None for up to 16 rows, where all
-        threads have what the compiler takes.
-        """
-        if self.rows < 32:
-            return None
-        threads = self.consumers + 1  # by 128, of which a multiprocessor has 512 registers
-        together = 512 // threads // 8 * 8 * threads
-        return min(232, (together - _PRODUCER) // self.consumers // 8 * 8), _PRODUCER
-
-    @property
-    def reads_ahead(self) -> bool:
-        """Whether consumers read a step's scales during the step before; sums of 128 rows leave no registers for them."""
-        return self.rows < 128
-
-    @property
-    def ctas_a_multiprocessor(self) -> int:
-        """How many run there at the same time, by the registers that the compiler takes."""
-        return 2 if self.rows == 8 and self.consumers == 1 else 1
-
-    @property
-    def stage_bytes(self) -> int:
-        return self.outputs * INPUTS // 2 + self.rows * INPUTS * 2
-
 
 TILINGS = (Tiling(8, 2, 1, 3), Tiling(16, 2, 1, 3), Tiling(32, 1, 4, 3), Tiling(64), Tiling(128, 1, 2, 2))
 """From few rows to many: the fastest of a sweep on an H200 for an 8B model's products together, or within 1 % of it
@@ -114,21 +30,15 @@ def pick_tiling(rows: int, group: int, *, zeros: bool) -> Tiling:
     return Tiling(32, 2, 2, 3) if zeros and found.rows == 32 else found
 
 
-def splits_of(t: Tiling, ctas: int, steps: int) -> int:
-    """Parts of the inputs, each of at least two of `steps`: as many as run at the same time."""
-    at_once = num_multiprocessors() * t.ctas_a_multiprocessor
-    return max(1, min(_MOST_SPLITS, steps // 2, at_once // ctas))
-
-
 def unsupported(x: jax.Array, w: jax.Array, group: int, form: str) -> str | None:
     """Why the kernel cannot take these (checked) arguments; None if it can."""
     del w
-    if x.dtype not in (jnp.bfloat16.dtype, jnp.float16.dtype):
+    if x.dtype not in (jnp.bfloat16.dtype, jnp.float16):
         return f"it takes bfloat16 and float16, not {x.dtype}"
-    if x.shape[1] < INPUTS:
-        return f"it takes {INPUTS} inputs at a time, and there are {x.shape[1]}"
-    if form != "int4" or group not in _GROUPS:
-        return f"groups of {group} of form={form!r}; it takes {', '.join(map(str, _GROUPS))} of 'int4'"
+    if x.shape[1] < _INPUTS:
+        return f"it takes {_INPUTS} inputs at a time, and there are {x.shape[1]}"
+    if form != "int4" or group not in GROUPS:
+        return f"groups of {group} of form={form!r}; it takes {', '.join(map(str, GROUPS))} of 'int4'"
     return None
 
 
@@ -148,159 +58,6 @@ def int4_product(
     tiling: to try others than the table's. interpret: a `plgpu.InterpretGPUParams` runs the kernel on a CPU.
     """
     x, w, scale, zero, _ = operands
-    rows, depth = x.shape
-    outputs = w.shape[0]
-    t = tiling or pick_tiling(rows, group, zeros=zero is not None)
-    strips, tiles, steps = pl.cdiv(outputs, t.outputs), pl.cdiv(rows, t.rows), pl.cdiv(depth, INPUTS)
-    part = pl.cdiv(steps, t.splits or splits_of(t, strips * tiles, steps))
-    splits = pl.cdiv(steps, part)
-    gpu = hopper_primitives if interpret is None else hopper_interpreted
-    s = _Shape(t, gpu, group, rows, outputs, steps, part, zero is not None)
-    shape = gpu.stored_shape((splits, rows, outputs), (splits, tiles * t.rows, strips * t.outputs))
-    kernel = plgpu.kernel(
-        functools.partial(_kernel, s),
-        out_type=jax.ShapeDtypeStruct(shape, dtype if splits == 1 else jnp.float32),
-        scratch_types=_Stages.of(t, x.dtype),
-        grid=(strips, tiles, splits),
-        grid_names=("strip", "tile", "split"),
-        num_threads=t.consumers + 1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-        kernel_name="int4_product",
-        interpret=interpret,
-    )
-    y = kernel(x, w, scale, scale if zero is None else zero)[:, :rows, :outputs]
-    return y[0] if splits == 1 else jnp.sum(y, axis=0).astype(dtype)
-
-
-class _Stages(NamedTuple):
-    """Shared memory, and its barriers.
-
-    full: by every copy into the stage. free: by each consumer.
-    """
-
-    w: Any  # [stages, outputs, 128]
-    x: Any  # [stages, 4, rows, 64]
-    full: Any
-    free: Any
-
-    @classmethod
-    def of(cls, t: Tiling, dtype: jnp.dtype) -> "_Stages":
-        return cls(
-            w=plgpu.SMEM((t.stages, t.outputs, INPUTS // 2), jnp.uint8, transforms=LINES),
-            x=plgpu.SMEM((t.stages, _COPIES, t.rows, DEPTH), dtype, transforms=LINES),
-            full=plgpu.Barrier(num_barriers=t.stages, num_arrivals=1 + _COPIES),
-            free=plgpu.Barrier(num_barriers=t.stages, num_arrivals=t.consumers),
-        )
-
-
-class _Arguments(NamedTuple):
-    """The call's arrays in global memory."""
-
-    x: Any  # [M, K]
-    w: Any  # uint8 [N, K / 2]
-    scale: Any  # float32 [N, K / group]
-    zero: Any  # uint8 likewise; where there are none, anything
-    out: Any  # [splits, M, N]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shape:
-    """What the kernel is specialised for."""
-
-    tiling: Tiling
-    gpu: ModuleType
-    group: int
-    rows: int
-    outputs: int
-    steps: int
-    part: int  # steps of a CTA
-    zeros: bool
-
-    @property
-    def groups(self) -> int:
-        """Of a stage."""
-        return INPUTS // self.group
-
-
-class _Cta(NamedTuple):
-    """A CTA at work, as each of its warpgroups sees it."""
-
-    shape: _Shape
-    gmem: _Arguments
-    smem: _Stages
-    output: jax.Array  # the first
-    row: jax.Array  # the first
-    split: jax.Array
-    begin: jax.Array  # the first step
-    steps: jax.Array
-
-
-def _kernel(s: _Shape, *refs: Any) -> None:
-    gmem, smem = _Arguments(*refs[: len(_Arguments._fields)]), _Stages(*refs[len(_Arguments._fields) :])
-    s.gpu.await_kernel_before()
-    strip, tile, split, wg = (lax.axis_index(name) for name in ("strip", "tile", "split", "wg"))
-    begin = split * s.part
-    steps = jnp.minimum(s.steps - begin, s.part)
-    c = _Cta(s, gmem, smem, strip * s.tiling.outputs, tile * s.tiling.rows, split, begin, steps)
-    pl.when(wg == s.tiling.consumers)(lambda: _produce(c))
-    pl.when(wg < s.tiling.consumers)(lambda: _consume(c, wg))
-
-
-def _produce(c: _Cta) -> None:
-    if (registers := c.shape.tiling.registers) is not None:
-        c.shape.gpu.set_registers(registers[1], "decrease")
-    c.shape.gpu.in_warps(lambda _: _load(c), "operands")
-
-
-def _load(c: _Cta) -> None:
-    """Brings the operands of all steps into shared memory, as one warp."""
-    t, smem = c.shape.tiling, c.smem
-
-    def load_step(step: jax.Array, _: None) -> None:
-        slot, at = lax.rem(step, t.stages), c.begin + step
-        pl.when(step >= t.stages)(lambda: plgpu.barrier_wait(smem.free.at[slot]))
-        full = smem.full.at[slot]
-        bytes_of = pl.ds(at * (INPUTS // 2), INPUTS // 2)
-        plgpu.copy_gmem_to_smem(c.gmem.w.at[pl.ds(c.output, t.outputs), bytes_of], smem.w.at[slot], full)
-        for piece in range(_COPIES):
-            inputs = pl.ds(at * INPUTS + piece * DEPTH, DEPTH)
-            plgpu.copy_gmem_to_smem(c.gmem.x.at[pl.ds(c.row, t.rows), inputs], smem.x.at[slot, piece], full)
-
-    lax.fori_loop(0, c.steps, load_step, None)
-    # No barrier may have an arrival outstanding when the CTA ends.
-    for slot in range(t.stages):
-        pl.when(slot < c.steps)(lambda slot=slot: plgpu.barrier_wait(smem.free.at[slot]))
-
-
-def _consume(c: _Cta, wg: jax.Array) -> None:
-    """A consumer warpgroup."""
-    s, t, gpu, smem = c.shape, c.shape.tiling, c.shape.gpu, c.smem
-    if t.registers is not None:
-        gpu.set_registers(t.registers[0], "increase")
-    own = wg * (ROWS * t.blocks)  # its outputs in a stage
-    firsts = [c.output + own + block * ROWS for block in range(t.blocks)]
-
-    def factors(step: jax.Array) -> tuple[Any, Any]:
-        """Scales and zero points of a step's groups: of each block an array [64] a group."""
-        group = (c.begin + step) * s.groups
-        scales = tuple(gpu.load_groups(c.gmem.scale, first, group, s.groups) for first in firsts)
-        if not s.zeros:
-            return scales, ()
-        return scales, tuple(gpu.load_groups(c.gmem.zero, first, group, s.groups) for first in firsts)
-
-    def add(step: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-        sums, ahead = carry
-        scales, zeros = factors(step) if ahead is None else ahead
-        later = None if ahead is None else factors(step + 1)
-        slot = lax.rem(step, t.stages)
-        plgpu.barrier_wait(smem.full.at[slot])
-        w = smem.w.at[slot, pl.ds(own, ROWS * t.blocks)]
-        sums = gpu.add_products(sums, w, smem.x.at[slot], scales, zeros, s.group)
-        plgpu.barrier_arrive(smem.free.at[slot])
-        return sums, later
-
-    begun = tuple(gpu.zeros(t.rows) for _ in range(t.blocks)), factors(jnp.int32(0)) if t.reads_ahead else None
-    sums, _ = lax.fori_loop(0, c.steps, add, begun)
-    for first, one in zip(firsts, sums, strict=True):
-        gpu.store_outputs(c.gmem.out, one, c.split, c.row, s.rows, first, s.outputs)
+    form = Form(4, group, zero is not None)
+    tiling = tiling or pick_tiling(x.shape[0], group, zeros=form.zeros)
+    return narrow_product((x, w, scale, zero), form, tiling, dtype, interpret)

@@ -16,8 +16,9 @@ if missing("hopper") is not None:
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jpaged.pallas_kernels.common.hopper_narrow_product import Tiling, splits_of
 from jpaged.pallas_kernels.int4_product import hopper
-from jpaged.pallas_kernels.int4_product.hopper import TILINGS, Tiling
+from jpaged.pallas_kernels.int4_product.hopper import TILINGS
 
 BITS = {"bfloat16": 8, "float16": 11, "float32": 23}
 
@@ -110,7 +111,7 @@ def test_what_no_tiling_can_be_is_named(sizes, said):
     ],
 )
 def test_few_outputs_are_computed_by_as_many_parts_of_their_inputs_as_run_at_once(rows, ctas, steps, splits):
-    assert hopper.splits_of(hopper.pick_tiling(rows, 128, zeros=False), ctas, steps) == splits
+    assert splits_of(hopper.pick_tiling(rows, 128, zeros=False), ctas, steps) == splits
 
 
 @pytest.mark.parametrize(

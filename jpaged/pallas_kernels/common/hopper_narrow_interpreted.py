@@ -1,9 +1,10 @@
-"""`hopper_primitives.py` in words that Pallas' GPU interpreter knows. Products are computed at once."""
+"""`hopper_narrow_primitives.py` in words that Pallas' GPU interpreter knows. Products are computed at once."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -29,23 +30,32 @@ def load_groups(ref: Any, output: jax.Array, group: jax.Array, count: int) -> tu
 
 
 def add_products(
-    sums: tuple[jax.Array, ...], w_ref: Any, x_ref: Any, scales: Any, zero_points: Any, group: int
+    sums: tuple[jax.Array, ...], w_ref: Any, x_ref: Any, scales: Any, zero_points: Any, form: Any
 ) -> tuple[jax.Array, ...]:
-    """sums + (a stage's weights) @ x^T; arguments as of `hopper_primitives`."""
+    """sums + (a stage's weights) @ x^T; arguments as of `hopper_narrow_primitives`."""
     packed, x = w_ref[...], x_ref[...]
     plgpu.commit_smem()  # for the detector of races, to which an arrival alone does not order reads before it
     x = jnp.concatenate(list(x), axis=1)  # [rows, inputs of a stage]
-    added = []
+    added, group = [], form.group or form.inputs
     for block, total in enumerate(sums):
-        halves = packed[block * ROWS : (block + 1) * ROWS].reshape(ROWS, -1, group // 2)
-        for number, scale in enumerate(scales[block]):
-            values = jnp.concatenate([halves[:, number] & 15, halves[:, number] >> 4], axis=1).astype(jnp.int32)
-            values -= zero_points[block][number][:, None] if zero_points else 8
+        of_groups = packed[block * ROWS : (block + 1) * ROWS].reshape(ROWS, form.groups, -1)
+        for number in range(form.groups):
+            own = of_groups[:, number]
+            if form.bits == 8:
+                values = lax.bitcast_convert_type(own, jnp.float8_e4m3fn)
+            else:
+                values = jnp.concatenate([own & 15, own >> 4], axis=1).astype(jnp.int32)
+                values -= zero_points[block][number][:, None] if zero_points else 8
             inputs = x[:, number * group : (number + 1) * group]
             part = jnp.dot(values.astype(x.dtype), inputs.T, preferred_element_type=jnp.float32)
-            total += part * scale[:, None]
+            total += part * scales[block][number][:, None] if scales else part
         added.append(total)
     return tuple(added)
+
+
+def scaled(sums: jax.Array, scale: jax.Array) -> jax.Array:
+    """sums [64, rows] * scale [64]."""
+    return sums * scale[:, None]
 
 
 def store_outputs(

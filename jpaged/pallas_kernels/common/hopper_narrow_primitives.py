@@ -1,5 +1,5 @@
-"""What the 4-bit product asks of a GPU for which Pallas has no word: bits that become numbers in the registers that
-products take them from. `hopper_interpreted.py` has the same for a CPU.
+"""What products with weights in 4 or 8 bits ask of a GPU for which Pallas has no word: bits that become numbers in the
+registers that products take them from. `hopper_narrow_interpreted.py` has the same for a CPU.
 
 A tile of accumulators [64, rows] has one register an element (`ACCUMULATOR` of the gated product): thread l of warp w
 holds outputs 16 w + l / 4 and 8 below, of each eight rows 2 (l % 4) and the next. Both wgmma and a warp's own mma have
@@ -42,6 +42,7 @@ __all__ = [
     "await_kernel_before",
     "in_warps",
     "load_groups",
+    "scaled",
     "set_registers",
     "store_outputs",
     "stored_shape",
@@ -135,17 +136,17 @@ def _words(space: str, at: Any, count: int, distance: int = 0) -> list[Any]:
 
 
 def add_products(
-    sums: tuple[jax.Array, ...], w_ref: Any, x_ref: Any, scales: Any, zero_points: Any, group: int
+    sums: tuple[jax.Array, ...], w_ref: Any, x_ref: Any, scales: Any, zero_points: Any, form: Any
 ) -> tuple[jax.Array, ...]:
     """sums + (a stage's weights) @ x^T.
 
     Args:
         sums: float32 [64, rows], one for each 64 outputs.
-        w_ref: uint8 [64 * blocks, 128] in shared memory, see `api.py`.
-        x_ref: [4, rows, 64] in shared memory, of 16 bits.
-        scales, zero_points: of each block a tuple of arrays [64], one a group; zero points int32, or () for 8
-            throughout.
-        group: inputs of a group.
+        w_ref: uint8 [64 * blocks, 128] in shared memory, as `int4_product` or `fp8_product` has it.
+        x_ref: [inputs of a stage / 64, rows, 64] in shared memory, of 16 bits.
+        scales, zero_points: of each block a tuple of arrays [64], one a group; zero points int32. () for no scales, and
+            for zero points of 8 throughout.
+        form: a `Form`. Of 8 bits there may be at most 16 rows.
     """
     refs = plgpu.RefType(LINES)
     of_groups, of_zeros = (tuple(tuple(_OF_OUTPUTS for _ in one) for one in given) for given in (scales, zero_points))
@@ -154,22 +155,40 @@ def add_products(
     @plgpu.inline_mgpu(arg_types=((ACCUMULATOR,) * len(sums), refs, refs, of_groups, of_zeros), return_type=result)
     def add(ctx: Any, sums: Any, w: Any, x: Any, scales: Any, zero_points: Any) -> Any:
         del ctx
-        numbers = _Numbers("bf16" if ir.MemRefType(x.type).element_type == ir.BF16Type.get() else "f16")
-        stage = _Stage(numbers, w, x, group, zero_points)
-        products = _mma_products if stage.rows <= _MMA_ROWS else _wgmma_products
+        kind = "bf16" if ir.MemRefType(x.type).element_type == ir.BF16Type.get() else "f16"
+        numbers = _Integers(kind) if form.bits == 4 else _Floats(kind)
+        stage = _Stage(numbers, w, x, form.group or form.inputs, zero_points)
+        if form.bits == 8:
+            products = _mma_products_of_bytes
+        else:
+            products = _mma_products if stage.rows <= _MMA_ROWS else _wgmma_products
         sums = list(sums)
-        for number, block, of_group in products(stage, len(scales[0]), sums):
-            factors = [numbers.factor(one) for one in _values(scales[block][number])]
+        for number, block, of_group in products(stage, form.groups, sums):
+            factors = [numbers.factor(one) for one in _values(scales[block][number])] if scales else None
             sums[block] = rebuilt(sums[block], _scaled_sums(sums[block], of_group, factors))
         return tuple(sums)
 
     return tuple(add(sums, w_ref, x_ref, scales, zero_points))
 
 
+def scaled(sums: jax.Array, scale: jax.Array) -> jax.Array:
+    """sums [64, rows] * scale [64]."""
+    result = plgpu.ShapeDtypeStruct(sums.shape, jnp.float32, layout=ACCUMULATOR)
+
+    @plgpu.inline_mgpu(arg_types=(ACCUMULATOR, _OF_OUTPUTS), return_type=result)
+    def multiply(ctx: Any, sums: Any, scale: Any) -> Any:
+        del ctx
+        factors = _values(scale)
+        return rebuilt(sums, [arith.mulf(one, factors[_output_of(i)]) for i, one in enumerate(_values(sums))])
+
+    found: jax.Array = multiply(sums, scale)
+    return found
+
+
 class _Stage(NamedTuple):
     """A stage's operands, as a thread sees them."""
 
-    numbers: "_Numbers"
+    numbers: Any  # `_Integers` or `_Floats`
     w: Any
     x: Any
     group: int
@@ -266,6 +285,45 @@ def _mma_products(stage: _Stage, groups: int, accumulators: list[Any]) -> Iterat
             yield number, block, [one for eight in products for one in eight]
 
 
+def _mma_products_of_bytes(stage: _Stage, groups: int, accumulators: list[Any]) -> Iterator[tuple[int, int, list[Any]]]:
+    """(group, block, its products [64, rows]) by mma, of weights in 8 bits.
+
+    As in `_mma_products` any order of inputs will do. Of each 64, or of a group of 32, a thread takes a quarter,
+    neighbours, and four of these in each product: the first and third, the second and fourth.
+
+    accumulators: of the blocks, for their number.
+    """
+    run = min(stage.group, DEPTH)
+    _, lane = warp_and_lane()
+    quad = arith.remui(lane, constant(4))
+    w = _Lines(stage.w, arith.muli(quad, constant(run // 4)), per_warp=16)
+    x = _Lines(stage.x, arith.muli(quad, constant(run // 2)), per_warp=0)
+    f32 = ir.F32Type.get()
+    zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
+    eights = range(stage.rows // 8)
+    for number in range(groups):
+        inputs = range(number * stage.group, (number + 1) * stage.group, run)
+        places = [(at % DEPTH * 2, at // DEPTH * stage.rows) for at in inputs]
+        pairs = [
+            [_even_and_odd(x.read(at, run // 8, line=line + 8 * eight)) for at, line in places] for eight in eights
+        ]
+        for block in range(len(accumulators)):
+            products = [[zero] * 4 for _ in eights]
+            for i, at in enumerate(inputs):
+                words = [w.read(at, run // 16, line=ROWS * block + 8 * half) for half in range(2)]
+                for step in range(run // 16):
+                    upper_output, lower_output = (stage.numbers.four(one[step]) for one in words)
+                    lhs = [one for two in zip(upper_output, lower_output, strict=True) for one in two]
+                    for eight in eights:
+                        products[eight] = _mma(stage.numbers.kind, products[eight], lhs, pairs[eight][i][step])
+            yield number, block, [one for eight in products for one in eight]
+
+
+def _output_of(i: int) -> int:
+    """Which of a thread's two outputs its i-th sum is of: of every eight rows, it has two of each."""
+    return i // 2 % 2
+
+
 def _values(array: Any) -> list[Any]:
     """What a thread has of it."""
     return [vector.extract(register, [], [0]) for register in array.registers.flat]
@@ -327,7 +385,7 @@ def _even_and_odd(words: list[Any]) -> list[list[Any]]:
     ]
 
 
-class _Numbers:
+class _Integers:
     """4-bit integers to two 16-bit floats a register.
 
     Four bits are taken as the lowest ones of a float, or as those above them: so they are their number times a power of
@@ -395,13 +453,50 @@ class _Numbers:
         return [llvm.extractvalue(i32, found, [i]) for i in range(count)]
 
 
-def _scaled_sums(sums: Any, products: list[Any], factors: list[Any]) -> list[Any]:
-    """sums + products * the factor of each output."""
+class _Floats:
+    """e4m3 to two 16-bit floats a register, as `triton_fp8` does it: bits are put in their places, which makes numbers
+    too small by a power of two, and multiplied with that. The largest magnitude, e4m3's NaN, becomes 480."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        # How far the bits of a lower and of an upper byte move to the left and to the right; their mask; the power.
+        places = (4, 4, 0x07F0, 0x7B80) if kind == "bf16" else (7, 1, 0x3F80, 0x5C00)
+        self._left, self._right, self._digits, self._power = places
+
+    def factor(self, scale: Any) -> Any:
+        """What sums are multiplied by, of a group's scale."""
+        return scale
+
+    def four(self, word: Any) -> list[Any]:
+        """Of a word's first and third byte, and of its second and fourth."""
+        i32 = ir.IntegerType.get_signless(32)
+        digits, signs, power = (one * 0x00010001 for one in (self._digits, 0x8000, self._power))
+        ptx = f"""{{
+            .reg .b32 a, b, s, power;
+            mov.b32 power, {power};
+            shl.b32 a, $2, {self._left};
+            shr.b32 b, $2, {self._right};
+            and.b32 a, a, {digits};
+            and.b32 b, b, {digits};
+            shl.b32 s, $2, 8;
+            lop3.b32 a, s, {signs}, a, 0xEA;
+            lop3.b32 b, $2, {signs}, b, 0xEA;
+            mul.rn.{self.kind}x2 $0, a, power;
+            mul.rn.{self.kind}x2 $1, b, power;
+        }}"""
+        kinds = llvm.StructType.get_literal([i32] * 2)
+        found = llvm.inline_asm(kinds, [word], ptx, "=r,=r,r", has_side_effects=False)
+        return [llvm.extractvalue(i32, found, [i]) for i in range(2)]
+
+
+def _scaled_sums(sums: Any, products: list[Any], factors: list[Any] | None) -> list[Any]:
+    """sums + products * the factor of each output; None: of 1."""
+    if factors is None:
+        return [arith.addf(total, product) for total, product in zip(_values(sums), products, strict=True)]
     f32 = ir.F32Type.get()
     found = []
-    # Of every eight rows, a thread has two of each of its two outputs.
     for i, (total, product) in enumerate(zip(_values(sums), products, strict=True)):
-        values = [product, factors[i // 2 % 2], total]
+        values = [product, factors[_output_of(i)], total]
         found.append(llvm.inline_asm(f32, values, "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f"))
     return found
 
@@ -457,7 +552,7 @@ def store_outputs(
         part = arith.muli(arith.extsi(i64, scalar(split)), constant(rows, 64))
         # Of every eight rows, a thread has two outputs of two rows.
         for i, value in enumerate(_values(sums)):
-            eight, half, k = i // 4, i // 2 % 2, i % 2
+            eight, half, k = i // 4, _output_of(i), i % 2
             at_row, at = arith.addi(first, constant(8 * eight + k)), arith.addi(mine, constant(8 * half))
             line = arith.muli(arith.addi(part, arith.extsi(i64, at_row)), constant(outputs, 64))
             with mgpu.utils.when(arith.andi(less(at_row, constant(rows)), less(at, constant(outputs)))):
