@@ -29,6 +29,11 @@ Rows = jax.Array | RoundedRows | UnroundedRows
 """What layers read: [T, *inputs], or what the layer's `Rounding` made of such rows."""
 
 
+def num_rows(rows: Rows) -> int:
+    """T."""
+    return rows.count if isinstance(rows, RoundedRows) else rows.shape[0]
+
+
 @dataclass(frozen=True)
 class Rounding:
     """How a layer rounds the rows that it reads, so that who makes them can do it in the same kernel.
@@ -221,12 +226,12 @@ class Linear(nnx.Module):
         axis = self.layout.split_row
         self.bias = parameter(rngs, Constant(0.0), outputs, dtype, axis, **bias_options) if bias else None
 
-    def rounding(self, backend: str | None) -> Rounding | None:
-        """How the layer rounds what it reads, if it takes rows that are rounded so; None if it takes arrays alone.
+    def rounding(self, rows: int, backend: str | None) -> Rounding | None:
+        """How the layer rounds so many rows that it reads, if it takes them rounded so; None if it takes arrays alone.
 
         backend: of the calls that read them.
         """
-        del backend
+        del rows, backend
         return None
 
     def __call__(self, x: Rows, dtype: jnp.dtype | None = None, backend: str | None = "xla") -> jax.Array:
@@ -287,9 +292,9 @@ class Linear(nnx.Module):
 class Reader(nnx.Module):
     """A part of a layer that reads arrays alone, until it overrides `rounding`."""
 
-    def rounding(self, backend: str | None) -> Rounding | None:
-        """How what a call reads may be rounded before; None if it must be an array."""
-        del backend
+    def rounding(self, rows: int, backend: str | None) -> Rounding | None:
+        """How so many rows that a call reads may be rounded before; None if they must be an array."""
+        del rows, backend
         return None
 
 

@@ -102,6 +102,10 @@ class Stream:
     live: jax.Array | None = None
     counts: ExpertCounts | None = None
 
+    @property
+    def num_rows(self) -> int:
+        return self.x.shape[0]
+
     def add(self, part: PartialSum) -> None:
         """Adds the sum of all shards' terms, and the bias once."""
         self.value()

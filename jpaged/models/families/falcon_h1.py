@@ -116,7 +116,7 @@ class FalconH1Block(nnx.Module):
         mixed = self.mixer(times(normed, mixer_in), recurrence, backend=backend).times(mixer_out)
         attended = self.attention(times(normed, attention_in), attend, (cos, sin), backend=backend)
         stream.add(mixed + attended.times(attention_out))
-        read = stream.normed_for(self.mlp.rounding(backend), self.mlp_norm)
+        read = stream.normed_for(self.mlp.rounding(stream.num_rows, backend), self.mlp_norm)
         stream.add(self.mlp(read, backend).times(self.mlp_scale))
 
 

@@ -83,9 +83,9 @@ class LlamaBlock(nnx.Module):
         self, stream: Stream, cos: jax.Array, sin: jax.Array, temperature: jax.Array | None, attend: Attend
     ) -> None:
         norms = None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
-        read = stream.normed_for(self.attention.rounding(stream.backend), self.attention_norm)
+        read = stream.normed_for(self.attention.rounding(stream.num_rows, stream.backend), self.attention_norm)
         stream.add(self.attention(read, attend, (cos, sin), norms, stream.backend, temperature))
-        read = stream.normed_for(self.mlp.rounding(stream.backend), self.mlp_norm)
+        read = stream.normed_for(self.mlp.rounding(stream.num_rows, stream.backend), self.mlp_norm)
         stream.add(self.mlp(read, stream.backend))
 
 

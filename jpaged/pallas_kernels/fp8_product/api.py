@@ -6,8 +6,8 @@ Rows of w are outputs, so that both operands run along K: the one order that FP8
 
 With activations "dynamic" or "static", x may be rounded to e4m3 too, and both operands go to the tensor cores in 8
 bits. Ada and Hopper accumulate in 14 bits, so "triton" sums at most 128 inputs there and adds these sums in float32.
-GPUs without FP8 tensor cores (before 8.9) leave x as it is, and so do "none", and "xla" where groups of inputs
-have scales of their own; w is then widened to x's type.
+GPUs without FP8 tensor cores (before 8.9) leave x as it is, and so do "none", "hopper", which takes few rows, and "xla"
+where groups of inputs have scales of their own; w is then widened to x's type.
 """
 
 from typing import Any, Literal
@@ -51,7 +51,7 @@ def fp8_product(
         activations: see `Activations`; "static" needs one group.
         upper_bound: with "dynamic", the largest magnitude of x that counts; what is beyond it is clipped.
         dtype: of the result; x's if None.
-        backend: "triton" or "xla"; None picks by device and shapes.
+        backend: "hopper", "triton" or "xla"; None picks by device and shapes.
     Returns:
         [M, N].
     Raises:
@@ -67,13 +67,19 @@ def fp8_product(
 
 
 def takes_rounded_rows(
-    w: jax.Array, scale: jax.Array, dtype: jnp.dtype, group: int | None, activations: Activations, backend: str | None
+    rows: int,
+    w: jax.Array,
+    scale: jax.Array,
+    dtype: jnp.dtype,
+    group: int | None,
+    activations: Activations,
+    backend: str | None,
 ) -> bool:
-    """Whether `fp8_product` of rows of this dtype would round each with one scale and leave the product to XLA, so that
-    `product_of_rounded` does the same for rows that are rounded. The arguments are those of `fp8_product`."""
+    """Whether `fp8_product` of so many rows of this dtype would round each with one scale and leave the product to XLA,
+    so that `product_of_rounded` does the same for rows that are rounded. The arguments are those of `fp8_product`."""
     if group is not None or activations == "none" or not rounds_activations(devices.default_device()):
         return False
-    x = jax.ShapeDtypeStruct((1, w.shape[1]), dtype)
+    x = jax.ShapeDtypeStruct((rows, w.shape[1]), dtype)
     return OP.pick(backend, x, w, scale, group, activations).backend == REFERENCE
 
 

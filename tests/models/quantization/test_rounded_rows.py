@@ -108,7 +108,7 @@ def test_a_layer_gives_sums_in_float32_to_who_asks_for_them() -> None:
     layer = fp8.Fp8Linear(plain, fp8.Fp8(activations="dynamic"), nnx.Rngs(1))
     x = jax.random.normal(jax.random.key(2), (5, 256), jnp.bfloat16)
     right = np.asarray(fp8_product(x, *layer._weights(), activations="dynamic", dtype=jnp.dtype(jnp.float32)))
-    rounding = layer.rounding("xla")
+    rounding = layer.rounding(5, "xla")
     assert rounding is not None
     by_product = UnroundedRows(x, None, None, None, 0.0, None, x.dtype)
     for rows in (x, rounding(x)[0], by_product):

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.pallas_kernels import fp8_product
+from jpaged.pallas_kernels import devices, fp8_product
+from jpaged.pallas_kernels.devices import Device
+from jpaged.pallas_kernels.fp8_product.api import takes_rounded_rows
 from jpaged.pallas_kernels.fp8_product.operands import Operands, Options
 from jpaged.pallas_kernels.registry import missing
 from tests.pallas_kernels.fp8_product.test_reference import E4M3, exact, operands
@@ -132,3 +134,12 @@ def test_on_the_gpu_every_tiling_is_right(tiling):
 )
 def test_on_the_gpu_products_are_exact_where_sums_are(dtype, size):
     exactly(dtype, size)
+
+
+@pytest.mark.parametrize(("rows", "rounded"), [(1, False), (16, False), (17, True), (8192, True)])
+def test_few_rows_are_not_rounded(rows, rounded, monkeypatch):
+    monkeypatch.setattr(devices, "default_device", lambda: Device("gpu", (9, 0)))
+    w, scale = jnp.zeros((64, 256), jnp.float8_e4m3fn), jnp.ones((64, 1), jnp.float32)
+    arguments = (w, scale, jnp.dtype(jnp.bfloat16), None, "dynamic")
+    assert takes_rounded_rows(rows, *arguments, None) == rounded
+    assert takes_rounded_rows(rows, *arguments, "xla")

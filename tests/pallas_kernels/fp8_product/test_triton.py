@@ -140,8 +140,10 @@ def test_short_sums_in_14_bits_are_within_their_bound_and_long_ones_of_one_sign_
 @pytest.mark.parametrize(
     ("device", "rows", "groups", "activations", "chosen"),
     [
-        (HOPPER, 8, 1, "dynamic", "xla"),
-        (HOPPER, 8, 1, "none", "triton"),
+        (HOPPER, 8, 1, "dynamic", "hopper"),
+        (HOPPER, 16, 2, "none", "hopper"),
+        (HOPPER, 17, 1, "dynamic", "xla"),
+        (HOPPER, 17, 1, "none", "triton"),
         (HOPPER, 256, 1, "dynamic", "xla"),
         (HOPPER, 1024, 2, "dynamic", "triton"),
         (HOPPER, 8192, 2, "dynamic", "xla"),
