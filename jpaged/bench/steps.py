@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         help="sequences; may be repeated (default: 1, 32, 256 and 1000, as far as they decode at once)",
     )
-    result.add_argument("--context", type=int, default=512, help="tokens of each sequence when timing begins")
+    result.add_argument("--context", type=int, default=512, help="tokens of each prompt")
     result.add_argument("--steps", type=int, default=64, help="steps timed, and half as many recorded")
     add_sampling_options(result)
     result.add_argument("--block-size", type=int, default=16, help=BLOCK_SIZE)
@@ -110,8 +110,10 @@ def main(argv: list[str] | None = None) -> int:
             write_report(args.json, "steps", vars(args), recorded["steps"])
         return 0
     engine = LLMEngine(EngineArgs(**engine_options(args)))
-    figures = []
-    for batch in batch_sizes(engine, args.batch):
+    figures, sizes = [], batch_sizes(engine, args.batch)
+    for batch in sizes:
+        output_len(engine, batch, args)  # so that it is refused before anything is timed
+    for batch in sizes:
         figure = measure(engine, batch, args)
         figures.append(figure)
         print(
@@ -142,16 +144,33 @@ def batch_sizes(engine: LLMEngine, asked: list[int] | None) -> list[int]:
     return asked
 
 
-def measure(engine: LLMEngine, batch: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Wall time of steps, in groups so that the pipeline's rhythm evens out, and the kernels of half as many."""
+def output_len(engine: LLMEngine, batch: int, args: argparse.Namespace) -> int:
+    """Tokens that the first of so many sequences makes until all are measured.
+
+    Raises InvalidParameterError: a sequence may not be that long, and would end on the way."""
     tail = 8
     budget = engine.startup.config.token_buckets[-1]
     prompts_steps = sum(args.context / max(1, budget - done) for done in range(batch))  # those that are done decode on
-    output_len = math.ceil(prompts_steps) + 3 * args.steps + tail + 16
+    length = math.ceil(prompts_steps) + 3 * args.steps + tail + 16
+    longest, most = args.context + length, engine.max_model_len
+    if longest > most:
+        raise InvalidParameterError(
+            f"--batch {batch}: sequences grow to {longest} tokens, {math.ceil(prompts_steps)} of them while other prompts"
+            f" are computed, and max_model_len is {most}; raise --max-model-len, or --max-num-batched-tokens."
+        )
+    return length
+
+
+def measure(engine: LLMEngine, batch: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Wall time of steps, in groups so that the pipeline's rhythm evens out, and the kernels of half as many."""
     rng = np.random.default_rng(batch)
     vocab_size = engine.startup.model.config.vocab_size
     params = SamplingParams(
-        temperature=args.temperature, top_p=args.top_p, max_tokens=output_len, ignore_eos=True, detokenize=False
+        temperature=args.temperature,
+        top_p=args.top_p,
+        max_tokens=output_len(engine, batch, args),
+        ignore_eos=True,
+        detokenize=False,
     )
     engine.reset_prefix_cache()
     for i in range(batch):

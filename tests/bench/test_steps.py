@@ -56,6 +56,15 @@ def test_kernels_and_floor_are_those_of_one_device(engine, num_devices, monkeypa
     assert figure["floor_ms"] == pytest.approx(sum(steps.step_work(engine, NUM_SEQS, 8)[:3]) / 1e6 / num_devices)
 
 
+def test_sequences_that_would_end_on_the_way_are_refused(engine):
+    args = steps.parser().parse_args(["--model", "m", "--context", str(engine.max_model_len - 100), "--steps", "64"])
+    with pytest.raises(
+        InvalidParameterError, match=r"--batch 1: sequences grow to \d+ tokens.* raise --max-model-len"
+    ):
+        steps.output_len(engine, 1, args)
+    assert steps.output_len(engine, 1, steps.parser().parse_args(["--model", "m", "--context", "8"])) > 3 * 64
+
+
 def test_more_sequences_than_decode_at_once_are_refused_before_anything_is_timed():
     engine = SimpleNamespace(startup=SimpleNamespace(config=SimpleNamespace(decode_buckets=(8, 256))))
     with pytest.raises(InvalidParameterError, match="--batch 257 is more than the 256 sequences"):
