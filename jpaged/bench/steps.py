@@ -155,8 +155,8 @@ def output_len(engine: LLMEngine, batch: int, args: argparse.Namespace) -> int:
     longest, most = args.context + length, engine.max_model_len
     if longest > most:
         raise InvalidParameterError(
-            f"--batch {batch}: sequences grow to {longest} tokens, {math.ceil(prompts_steps)} of them while other prompts"
-            f" are computed, and max_model_len is {most}; raise --max-model-len, or --max-num-batched-tokens."
+            f"--batch {batch}: sequences grow to {longest} tokens, {math.ceil(prompts_steps)} of them while other"
+            f" prompts are computed, and max_model_len is {most}; raise --max-model-len, or --max-num-batched-tokens."
         )
     return length
 

@@ -58,9 +58,7 @@ def test_kernels_and_floor_are_those_of_one_device(engine, num_devices, monkeypa
 
 def test_sequences_that_would_end_on_the_way_are_refused(engine):
     args = steps.parser().parse_args(["--model", "m", "--context", str(engine.max_model_len - 100), "--steps", "64"])
-    with pytest.raises(
-        InvalidParameterError, match=r"--batch 1: sequences grow to \d+ tokens.* raise --max-model-len"
-    ):
+    with pytest.raises(InvalidParameterError, match=r"--batch 1: sequences grow to \d+ tokens.* raise --max-model-len"):
         steps.output_len(engine, 1, args)
     assert steps.output_len(engine, 1, steps.parser().parse_args(["--model", "m", "--context", "8"])) > 3 * 64
 
