@@ -2,7 +2,7 @@
 
     rows     0 .. d-1           d .. R-1
     queries  one each           a chunk each          tokens q0 .. q(d-1) | chunks .. | padding
-             decode_attention   ragged_attention
+             decode_attention   ragged_attention, over a pool in FP8 `widened.py`
 
 `ragged_attention` takes both kinds, but a query alone costs it a tile, whatever its context. Where a step has many
 short sequences to decode, that is most of its attention; where it has few long ones, `decode_attention` cuts them over
@@ -19,6 +19,7 @@ from jpaged.pallas_kernels.common import arguments as check
 from jpaged.pallas_kernels.common.attention_arguments import Operands, check_queries, to_pick_by
 from jpaged.pallas_kernels.decode_attention.api import OP as DECODE
 from jpaged.pallas_kernels.decode_attention.api import decode_attention
+from jpaged.pallas_kernels.mixed_attention import widened
 from jpaged.pallas_kernels.ragged_attention.api import OP as RAGGED
 from jpaged.pallas_kernels.ragged_attention.api import ragged_attention
 from jpaged.pallas_kernels.registry import REFERENCE
@@ -100,7 +101,10 @@ def attend_apart(
     alone, alone_lse = decode_attention(q[:most], kv_pool, block_tables[:most], own_lens, **features)
     # Rows that decode have no queries here; nobody computes theirs.
     starts = jnp.maximum(query_starts, num_decodes)
-    together, lse = ragged_attention(q, kv_pool, block_tables, kv_lens, starts, causal=causal, **features)
+    if widened.pays(q, kv_pool, features.get("sliding_window"), features.get("backend")):
+        together, lse = widened.widened_attention(operands, starts, causal=causal, **features)
+    else:
+        together, lse = ragged_attention(q, kv_pool, block_tables, kv_lens, starts, causal=causal, **features)
     # Behind a barrier: XLA (JAX 0.11.2) fuses a kernel with the update of a part of its result, which it then refuses
     # ("DynamicSliceFusion: DUS target must be a fusion parameter").
     alone, alone_lse, together, lse = lax.optimization_barrier((alone, alone_lse, together, lse))

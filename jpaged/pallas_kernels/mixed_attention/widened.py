@@ -1,0 +1,66 @@
+"""Attention of chunks over a pool in FP8, most of it in 16 bits: the blocks that rows see are widened before.
+
+    rows of a step     r0  r1  r2 | r3  r4         together, r0 to r2 see no more blocks than the workspace holds
+    workspace          the blocks of r0, those of r1, ..        [blocks, 2, kv_heads, block_size, head_dim]
+    r0 to r2           the kernel for pools in 16 bits, over the workspace
+    r3, r4             the kernel for pools in FP8, over the pool
+
+On an H200 the former multiplies at 613 TFLOP/s over a long prompt, and the latter, which widens each tile for each tile
+of queries, at 373. All that is widened is exact.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jpaged.pallas_kernels.common.attention_arguments import Operands, to_pick_by
+from jpaged.pallas_kernels.common.numerics import FP8
+from jpaged.pallas_kernels.ragged_attention.api import OP, ragged_attention
+
+_TOKENS_EACH = 4
+"""Tokens that the workspace holds, for each of the step's: widening takes as long as that, whatever rows see."""
+
+
+def pays(q: jax.Array, kv_pool: jax.Array, sliding_window: int | None, backend: str | None) -> bool:
+    """Whether pools in 16 bits have another kernel than this one in FP8; with a window, little is read of it."""
+    if kv_pool.dtype != FP8 or sliding_window is not None:
+        return False
+    wide = jax.ShapeDtypeStruct(kv_pool.shape, q.dtype)
+    chosen = (OP.pick(backend, *to_pick_by(q, pool, None)).backend for pool in (wide, kv_pool))
+    return len(set(chosen)) > 1
+
+
+def widened_attention(
+    operands: Operands, query_starts: jax.Array, *, workspace: int | None = None, **features: Any
+) -> tuple[jax.Array, jax.Array]:
+    """`ragged_attention` and its log-sum-exp, of checked operands.
+
+    workspace: blocks; None for as many as pay. features: as of `ragged_attention`.
+    """
+    q, kv_pool, block_tables, kv_lens, alibi_slopes = operands
+    tokens, rows, block_size = q.shape[0], kv_lens.shape[0], kv_pool.shape[3]
+    capacity = workspace or max(1, _TOKENS_EACH * tokens // block_size)
+    lengths = query_starts[1:] - query_starts[:-1]
+    blocks = jnp.where(lengths > 0, (kv_lens + block_size - 1) // block_size, 0)
+    ends = jnp.cumsum(blocks, dtype=jnp.int32)
+    begins = ends - blocks
+    boundary = query_starts[jnp.sum(ends <= capacity, dtype=jnp.int32)]  # the first token of a row that does not fit
+
+    place = jnp.arange(capacity, dtype=jnp.int32)
+    row = jnp.minimum(jnp.sum(place[:, None] >= ends[None, :], axis=1, dtype=jnp.int32), rows - 1)
+    entry = jnp.clip(place - begins[row], 0, block_tables.shape[1] - 1)
+    # Places behind the last row's blocks hold the null block, which is in the cache.
+    block = jnp.where(place < ends[-1], jnp.clip(block_tables[row, entry], 0, kv_pool.shape[0] - 1), 0)
+    wide = kv_pool[block].astype(q.dtype)
+    table = jnp.minimum(begins[:, None] + jnp.arange(block_tables.shape[1], dtype=jnp.int32), capacity - 1)
+
+    features |= {"alibi_slopes": alibi_slopes, "return_lse": True}
+    first, first_lse = ragged_attention(q, wide, table, kv_lens, jnp.minimum(query_starts, boundary), **features)
+    starts = jnp.maximum(query_starts, boundary)
+    others, others_lse = ragged_attention(q, kv_pool, block_tables, kv_lens, starts, **features)
+    # Behind a barrier for the reason that `attend_apart` gives.
+    first, first_lse, others, others_lse = lax.optimization_barrier((first, first_lse, others, others_lse))
+    fits = (jnp.arange(tokens) < boundary)[:, None]
+    return jnp.where(fits[..., None], first, others), jnp.where(fits, first_lse, others_lse)

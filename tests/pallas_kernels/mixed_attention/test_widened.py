@@ -1,0 +1,71 @@
+"""Chunks over a pool in FP8, whose first rows' blocks are widened: against float64 over what the pool holds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.pallas_kernels import devices, mixed_attention
+from jpaged.pallas_kernels.common.attention_arguments import Operands
+from jpaged.pallas_kernels.devices import Device
+from jpaged.pallas_kernels.mixed_attention.widened import pays, widened_attention
+from tests.pallas_kernels.marks import needs_triton, on_gpu
+from tests.pallas_kernels.paged import assert_close, assert_lse_close, expected_ragged, make_world, random_queries
+
+FP8 = "float8_e4m3fn"
+LENS, STARTS = [70, 40, 300, 1, 129, 33], np.array([0, 0, 30, 130, 131, 150, 183], np.int32)
+"""In blocks of 16, rows with queries see 3, 19, 1, 9 and 3; the first has none, as one that decodes."""
+
+
+@pytest.mark.parametrize("workspace", [None, 2, 3, 21, 22, 23, 32, 200])
+def test_rows_that_fit_into_the_workspace_and_others_are_right(workspace):
+    world = make_world(7, LENS, kv_heads=2, head_dim=16, block_size=16, dtype=FP8)
+    q = random_queries(7, 190, 4, 16, "float32")
+    operands = Operands(q, world.pool, world.tables, world.lens, None)
+    attend = jax.jit(lambda operands, starts: widened_attention(operands, starts, workspace=workspace))
+    out, lse = attend(operands, STARTS)
+    want, want_lse = expected_ragged(world, np.asarray(q), STARTS)
+    assert_close(out, want, "float32")
+    assert_lse_close(lse, want_lse, "float32")
+
+
+def test_features_and_places_without_causality_are_right_in_both_parts():
+    world = make_world(8, LENS, kv_heads=2, head_dim=16, block_size=16, dtype=FP8)
+    q = random_queries(8, 183, 4, 16, "float32")
+    slopes = jnp.asarray([0.5, 0.25, 0.125, 0.0625], jnp.float32)
+    operands = Operands(q, world.pool, world.tables, world.lens, slopes)
+    out, _ = widened_attention(operands, STARTS, workspace=22, logit_softcap=20.0, scale=0.3)
+    want, _ = expected_ragged(world, np.asarray(q), STARTS, alibi_slopes=slopes, logit_softcap=20.0, scale=0.3)
+    assert_close(out, want, "float32")
+
+
+@needs_triton
+def test_it_is_for_pools_in_fp8_on_hopper(monkeypatch):
+    q = jax.ShapeDtypeStruct((2048, 8, 128), jnp.bfloat16)
+    fp8, wide = (jax.ShapeDtypeStruct((8, 2, 2, 16, 128), dtype) for dtype in (FP8, "bfloat16"))
+    monkeypatch.setattr(devices, "default_device", lambda: Device("gpu", (9, 0)))
+    assert pays(q, fp8, None, None)
+    assert not pays(q, wide, None, None)
+    assert not pays(q, fp8, 128, None)
+    assert not pays(q, fp8, None, "triton")
+    monkeypatch.setattr(devices, "default_device", lambda: Device("gpu", (8, 9)))
+    assert not pays(q, fp8, None, None)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("decodes", "chunks"),
+    [([40] * 30 + [1, 900], [(90, 90)] * 10), ([], [(600, 5000)]), ([9, 70], [(700, 700), (40, 30_000)])],
+    ids=["fit", "long", "one does not fit"],
+)
+def test_on_the_gpu_a_step_over_fp8_is_right(decodes, chunks, dtype):
+    lens, queries = [*decodes, *(kv for _, kv in chunks)], [1] * len(decodes) + [count for count, _ in chunks]
+    world = make_world(5, lens, kv_heads=2, head_dim=128, block_size=16, dtype=FP8)
+    starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
+    q = random_queries(5, max(1024, starts[-1] + 7), 8, 128, dtype)
+    tables = np.where((world.tables >= 0) & (world.tables < world.pool.shape[0]), world.tables, 0)
+    out = jax.jit(mixed_attention)(q, world.pool, jnp.asarray(tables), world.lens, starts, jnp.int32(len(decodes)))
+    want, _ = expected_ragged(world, np.asarray(q).astype(np.float32), starts)
+    assert_close(out, want, dtype)
