@@ -338,7 +338,7 @@ run_step() { # NAME
         few-bits-experts)
             kernels "experts in" ;;
         few-bits-tests)
-            gpu_tests tests/pallas_kernels/{fp8_product,few_rows_fp8_product,int4_product,int8_product,round_rows} \
+            gpu_tests tests/pallas_kernels/{fp8_product,int4_product,int8_product,round_rows} \
                 tests/pallas_kernels/quantized_grouped_product tests/pallas_kernels/test_fp8_pools.py ;;
         train)
             options=("$PYTHON" examples/train_story_model/train.py "${LARGE[@]}")

@@ -1,12 +1,11 @@
 """Measures tile configurations of the products with quantized weights on this GPU, for the tables in
-`jpaged/pallas_kernels/{fp8_product,int4_product,few_rows_fp8_product}/triton.py` and in `int4_product/hopper.py`.
+`jpaged/pallas_kernels/{fp8_product,int4_product}/triton.py` and in `int4_product/hopper.py`.
 
     python benchmarks/product_tiles.py weights --rows 8 --json tiles.json
 
     weights        FP8 weights, rows in bfloat16
     int4-hopper    4-bit weights in groups of 128, rows in bfloat16, by Hopper's kernel
     int4-triton    likewise by Triton's
-    few-rows       FP8 weights, rows that the kernel rounds, with what stands before and behind the product in a step
 
 Microseconds of each product of an 8B model in each configuration, beside the floor of its bytes; one JSON line each.
 """
@@ -29,9 +28,6 @@ from jax import lax
 from jpaged.bench import kernels
 from jpaged.bench.kernel_cases import products
 from jpaged.bench.kernel_cases.case import L2_BYTES, normal
-from jpaged.pallas_kernels.few_rows_fp8_product import triton as few_rows
-from jpaged.pallas_kernels.few_rows_fp8_product.operands import Operands as FewRowsOperands
-from jpaged.pallas_kernels.few_rows_fp8_product.operands import UnroundedRows
 from jpaged.pallas_kernels.fp8_product import triton as fp8
 from jpaged.pallas_kernels.fp8_product.operands import Operands as Fp8Operands
 from jpaged.pallas_kernels.fp8_product.operands import Options
@@ -39,16 +35,12 @@ from jpaged.pallas_kernels.int4_product import hopper as int4_hopper
 from jpaged.pallas_kernels.int4_product import triton as int4
 from jpaged.pallas_kernels.int4_product.operands import Operands as Int4Operands
 
-Config = fp8.Config | int4.Config | few_rows.Config | int4_hopper.Tiling
-_FORMS = {"weights": "FP8 weights", "int4-hopper": "4 bits", "int4-triton": "4 bits", "few-rows": "rounded FP8"}
+Config = fp8.Config | int4.Config | int4_hopper.Tiling
+_FORMS = {"weights": "FP8 weights", "int4-hopper": "4 bits", "int4-triton": "4 bits"}
 
 
 def configs(kind: str, rows: int) -> Sequence[Config]:
     """Candidates."""
-    if kind == "few-rows":
-        cut = [(64, 256, 4, 4), (64, 256, 4, 6), (64, 256, 4, 8), (64, 128, 4, 8), (64, 128, 4, 12), (64, 128, 4, 6)]
-        cut += [(32, 512, 4, 4), (32, 512, 4, 8), (32, 256, 4, 8), (32, 256, 2, 8), (16, 512, 4, 8), (16, 1024, 4, 6)]
-        return [few_rows.Config(*one) for one in [*cut, (128, 128, 4, 5), (128, 128, 8, 6), (64, 512, 4, 4)]]
     tile = max(16, min(64, rows))
     if kind == "int4-hopper":
         heights = [8 if rows <= 8 else tile] if rows <= 64 else [64, 128]
@@ -79,15 +71,10 @@ def operands(kind: str, layer: str, rows: int) -> tuple[list[Any], list[Any], ja
     else:
         weights = [(x * 64).astype(jnp.float8_e4m3fn) for x in values]
     scale = jnp.full((outputs, inputs // 128 if kind.startswith("int4") else 1), 0.01, jnp.float32)
-    if kind == "few-rows":
-        residual = normal(99, (rows, outputs), jnp.bfloat16)
-        return [(residual, products.unrounded_rows(layer, rows, i)) for i in range(copies)], weights, scale[:, 0]
     return [normal(100 + i, (rows, inputs), jnp.bfloat16) for i in range(copies)], weights, scale
 
 
-def product(kind: str, layer: str, config: Config) -> Callable[..., Any]:
-    if kind == "few-rows":
-        return lambda x, w, scale: _few_rows_product(layer, config, *x, w, scale)
+def product(kind: str, config: Config) -> Callable[..., jax.Array]:
     if kind == "int4-hopper":
         of_hopper = partial(int4_hopper.int4_product, group=128, dtype=jnp.bfloat16, tiling=config)
         return lambda x, w, scale: of_hopper(Int4Operands(x, w, scale, None, None))
@@ -98,14 +85,7 @@ def product(kind: str, layer: str, config: Config) -> Callable[..., Any]:
     return lambda x, w, scale: fp8.fp8_product(Fp8Operands(x, w, scale, None), options, config)
 
 
-def _few_rows_product(
-    layer: str, config: Config, residual: jax.Array, rows: UnroundedRows, w: jax.Array, scale: jax.Array
-) -> Any:
-    added, activation = residual if layer in ("o", "down") else None, "silu" if layer == "gate, up" else None
-    return few_rows.few_rows_fp8_product(FewRowsOperands(rows, w, scale, added), activation, config)
-
-
-def figure(multiply: Callable[..., Any], given: tuple[list[Any], list[Any], jax.Array]) -> float:
+def figure(multiply: Callable[..., jax.Array], given: tuple[list[Any], list[Any], jax.Array]) -> float:
     """Microseconds."""
     program = jax.jit(lambda x, w, scale: [multiply(*pair, scale) for pair in zip(x, w, strict=True)])
     seconds, _ = kernels.measure(lambda: (program, given, len(given[0]), 1.0), repeats=3)
@@ -120,7 +100,7 @@ def measured(kind: str, layer: str, rows: int) -> Iterator[dict[str, Any]]:
     first = given[0][0], given[1][0], given[2]
 
     def lower(config: Config) -> None:  # jax-triton keeps what it compiles
-        jax.jit(product(kind, layer, config)).lower(*first)
+        jax.jit(product(kind, config)).lower(*first)
 
     with ThreadPoolExecutor(12) as pool:
         lowered = {config: pool.submit(partial(lower, config)) for config in configs(kind, rows)}
@@ -128,7 +108,7 @@ def measured(kind: str, layer: str, rows: int) -> Iterator[dict[str, Any]]:
         line: dict[str, Any] = {"layer": layer, "rows": rows, "config": str(config), "floor_us": round(floor, 1)}
         try:
             done.result()
-            line["us"] = round(figure(product(kind, layer, config), given), 2)
+            line["us"] = round(figure(product(kind, config), given), 2)
         except Exception as error:
             line["error"] = f"{type(error).__name__}: {error}"[:200]
         yield line

@@ -6,9 +6,7 @@ rows             axis among the inputs       a term of every output     a sum: `
 none             all of it on every shard    everything                 nothing: `layer(x)`
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from math import prod
 from string import ascii_lowercase, ascii_uppercase
 from typing import Any
@@ -22,10 +20,8 @@ from jpaged.models.collectives import Collectives
 from jpaged.models.parameters import Constant, Normal, parameter
 from jpaged.pallas_kernels import RoundedRows, Sums, gated_product, round_rows
 from jpaged.pallas_kernels.common.numerics import precision_of
-from jpaged.pallas_kernels.few_rows_fp8_product import api as few_rows
-from jpaged.pallas_kernels.few_rows_fp8_product.operands import UnroundedRows
 
-Rows = jax.Array | RoundedRows | UnroundedRows
+Rows = jax.Array | RoundedRows
 """What layers read: [T, *inputs], or what the layer's `Rounding` made of such rows."""
 
 
@@ -39,59 +35,23 @@ class Rounding:
     """How a layer rounds the rows that it reads, so that who makes them can do it in the same kernel.
 
     input_scale, upper_bound, backend: as of `pallas_kernels.round_rows`.
-    by_product: whether the layer's product rounds so many rows itself.
     """
 
     input_scale: jax.Array | None
     upper_bound: float | None
     backend: str | None
-    by_product: Callable[[int], bool]
 
-    def __call__(self, x: jax.Array | Sums, **before: Any) -> tuple[RoundedRows | UnroundedRows, jax.Array | None]:
-        """What the layer reads of x [T, inputs]: `pallas_kernels.round_rows` of it, or what its product will round.
+    def __call__(self, x: jax.Array | Sums, **before: Any) -> tuple[RoundedRows, jax.Array | None]:
+        """What the layer reads of x [T, inputs]: `pallas_kernels.round_rows` of it.
 
         before: residual, norm and its epsilon, or activation.
         """
-        if not isinstance(x, Sums) and before.keys() <= {"norm", "norm_eps"} and self.by_product(x.shape[0]):
-            norm, eps = before.get("norm"), before.get("norm_eps", 0.0)
-            return UnroundedRows(x, norm, None, self.input_scale, eps, self.upper_bound, x.dtype), None
         options: dict[str, Any] = {"input_scale": self.input_scale, "upper_bound": self.upper_bound}
         return round_rows(x, **options, **before, backend=self.backend)
 
-    def rounded(self, rows: UnroundedRows) -> RoundedRows:
-        """Rows that the product was to round, rounded before it."""
-        options: dict[str, Any] = {"input_scale": self.input_scale, "upper_bound": self.upper_bound}
-        return round_rows(rows.x, norm=rows.norm, norm_eps=rows.norm_eps, **options, backend=self.backend)[0]
 
-    def of_activated(self, rows: UnroundedRows) -> UnroundedRows:
-        """What the layer reads of rows that a product activated."""
-        return replace(rows, input_scale=self.input_scale, upper_bound=self.upper_bound)
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=("rows", "w", "scale"), meta_fields=("backend",))
-@dataclass(frozen=True)
-class FewRowsProduct:
-    """A product with FP8 weights that is still to be computed, together with what it is added to.
-
-    rows, w, scale, backend: as of `pallas_kernels.few_rows_fp8_product.api.sums_of`.
-    """
-
-    rows: UnroundedRows
-    w: jax.Array
-    scale: jax.Array
-    backend: str | None
-
-    def array(self) -> jax.Array:
-        """[T, outputs], of the rows' dtype."""
-        return few_rows.sums_of(self.rows, self.w, self.scale, backend=self.backend).array()
-
-    def added_to(self, x: jax.Array) -> jax.Array:
-        """x [T, outputs] and the product, added in float32 and rounded once."""
-        return few_rows.added_to(x, self.rows, self.w, self.scale, backend=self.backend)
-
-
-Term = jax.Array | Sums | FewRowsProduct
-"""[T, hidden], or what is that when its scales are multiplied, or when it is computed."""
+Term = jax.Array | Sums
+"""[T, hidden], or what is that when its scales are multiplied."""
 
 
 @jax.tree_util.register_dataclass
@@ -99,7 +59,7 @@ Term = jax.Array | Sums | FewRowsProduct
 class PartialSum:
     """A shard's term of a sum over all shards, and what is added once to the whole. `residual.Stream.add` takes it.
 
-    term: of a product whose inputs are split over shards; what is still to be done for it, who adds it may do on the
+    term: of a product whose inputs are split over shards; scales that it still has, who adds it may multiply on the
         way.
     bias: [hidden], equal on every shard; or None.
     """
@@ -110,7 +70,7 @@ class PartialSum:
     @property
     def array(self) -> jax.Array:
         """The term [T, hidden]."""
-        return self.term.array() if isinstance(self.term, Sums | FewRowsProduct) else self.term
+        return self.term.array() if isinstance(self.term, Sums) else self.term
 
     def __add__(self, other: "PartialSum") -> "PartialSum":
         """Both sums as one, so that shards exchange one array: for attention and MLP that read the same input."""

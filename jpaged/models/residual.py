@@ -7,8 +7,7 @@
 
 With an `Exchange`, a sum waits until the next norm is known, and both are one kernel. Without one, each sum is an
 all-reduce of the compiler's, and on one device there is nothing to sum. There a product of FP8 waits for the next norm
-too, if its scales have still to be multiplied, and the kernel that does all this rounds the result to FP8 as well. One
-of few rows, which rounds them itself, adds the stream itself, too.
+too, if its scales have still to be multiplied, and the kernel that does all this rounds the result to FP8 as well.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 
 from jpaged.api.errors import UnsupportedModelError
 from jpaged.models.collectives import Collectives, Exchange
-from jpaged.models.linear import FewRowsProduct, PartialSum, Rounding, Rows
+from jpaged.models.linear import PartialSum, Rounding, Rows
 from jpaged.models.norms import Norm
 from jpaged.pallas_kernels import Sums
 
@@ -115,9 +114,6 @@ class Stream:
         if isinstance(part.term, Sums) and part.bias is None and self.collectives.size == 1:
             self.pending = part
             return
-        if isinstance(part.term, FewRowsProduct) and part.bias is None and self.collectives.size == 1:
-            self.x = part.term.added_to(self.x)
-            return
         total = self.collectives.all_reduce(part.array)
         self.x = self.x + (total if part.bias is None else total + part.bias)
 
@@ -166,9 +162,7 @@ class Stream:
             return self.normed(norm)
         if self.pending is None:
             return rounding(self.x, norm=scale, norm_eps=norm.eps)[0]
-        term = self.pending.term
-        assert not isinstance(term, FewRowsProduct)  # which `add` has computed
-        rows, x = rounding(term, residual=self.x, norm=scale, norm_eps=norm.eps)
+        rows, x = rounding(self.pending.term, residual=self.x, norm=scale, norm_eps=norm.eps)
         assert x is not None
         self.x, self.pending = x, None
         return rows

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jpaged.bench import kernels
-from jpaged.bench.kernel_cases import attention, contiguous, experts, latents, products, recurrence
+from jpaged.bench.kernel_cases import attention, contiguous, experts, latents, recurrence
 from jpaged.bench.kernel_cases.attention import Setting
 from jpaged.bench.kernel_cases.experts import Experts
 from jpaged.bench.routing import experts_touched
@@ -54,25 +54,6 @@ def test_a_step_of_recurrent_layers_moves_every_row_s_state_once_in_and_once_out
     after = np.asarray(program(states, *rest))
     assert after.shape == before.shape
     assert (np.abs(after - before).max(axis=(1, 2, 3)) > 0).all(), "all slots have their turn"
-
-
-@pytest.mark.parametrize("layer", ["qkv", "o", "gate, up", "down"])
-def test_products_of_few_rows_give_what_the_next_kernel_of_a_layer_reads(monkeypatch, layer) -> None:
-    monkeypatch.setattr(
-        products, "PRODUCTS", {"qkv": (96, 64), "o": (64, 64), "gate, up": (256, 64), "down": (64, 128)}
-    )
-    monkeypatch.setattr(products, "L2_BYTES", 3 * products.PRODUCTS[layer][0] * products.PRODUCTS[layer][1])
-    product = products.few_rows_product(layer, "xla")
-    program, arguments, calls, _ = products.few_rows_case(layer, 2, product)
-    found = program(*arguments)
-    assert len(found) == calls == 3
-    assert found[0].shape == {"qkv": (2, 96), "gate, up": (2, 128)}.get(layer, (2, 64))
-    rows = arguments[1][0]
-    if layer == "down":
-        largest = np.asarray(rows.largest).max(axis=0).view(np.float32)
-        np.testing.assert_array_equal(largest, np.abs(np.asarray(rows.x)).max(axis=1))
-    else:
-        assert (rows.norm is None, rows.largest) == (layer == "o", None)
 
 
 def test_floors_are_the_bytes_of_experts_touched_and_the_operations_of_their_rows() -> None:

@@ -28,8 +28,6 @@ import jax.numpy as jnp
 
 from jpaged import pallas_kernels as ops
 from jpaged.pallas_kernels.common.triton_targets import FAMILY, SHARED_BYTES
-from jpaged.pallas_kernels.few_rows_fp8_product import api as few
-from jpaged.pallas_kernels.few_rows_fp8_product.operands import UnroundedRows
 from jpaged.pallas_kernels.round_rows.operands import type_of_sums
 from tests.support.triton_compile import compiled, launches
 
@@ -322,27 +320,6 @@ def rounding() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     yield "round_rows behind an activation", gated, {"x": sums(32, 2 * 14_336, jnp.bfloat16)}
 
 
-def few_rows() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
-    """The FP8 products of Llama-3.1-8B that round their rows, every size of their tables."""
-    kind, floats = jnp.dtype(jnp.bfloat16), Shape((4096,), jnp.float32)
-    for rows in (1, 8):
-        x, norm = Shape((rows, 4096), kind), Shape((4096,), kind)
-        normed = UnroundedRows(x, norm, None, None, 1e-5, None, kind)
-        arguments: dict[str, Any] = {"rows": normed, "w": Shape((6144, 4096), jnp.float8_e4m3fn)}
-        yield f"few_rows_fp8_product sums, {rows}", few.sums_of, arguments | {"scale": Shape((6144,), jnp.float32)}
-        arguments = {"rows": normed, "w": Shape((28_672, 4096), jnp.float8_e4m3fn)}
-        gated = partial(few.activated, activation="silu")
-        yield f"few_rows_fp8_product gated, {rows}", gated, arguments | {"scale": Shape((28_672,), jnp.float32)}
-        wide, parts = Shape((rows, 14_336), jnp.float32), ids(224, rows)
-        for unrounded in (
-            UnroundedRows(x, None, None, None, 0.0, None, kind),
-            UnroundedRows(wide, None, parts, None, 0.0, None, kind),
-        ):
-            arguments = {"rows": unrounded, "w": Shape((4096, unrounded.shape[1]), jnp.float8_e4m3fn)}
-            arguments |= {"residual": x, "scale": floats}
-            yield f"few_rows_fp8_product added, {rows} of {unrounded.shape[1]}", few.added_to, arguments
-
-
 def recurrence() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     """The gated delta rule, of Qwen3-Next's heads and of others: steps, and chunks. A step of Granite 4's state space
     layers, and of others.
@@ -388,7 +365,6 @@ def programs() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     yield from fp8()
     yield from int8()
     yield from rounding()
-    yield from few_rows()
     yield from recurrence()
 
 

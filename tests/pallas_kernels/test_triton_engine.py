@@ -3,15 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from jpaged import LLM, SamplingParams, models
+from jpaged import LLM, SamplingParams
 from jpaged.executor.start import startup
-from jpaged.models.residual import Kernels
-from jpaged.pallas_kernels.few_rows_fp8_product import limits
 from jpaged.pallas_kernels.registry import missing
 from tests.tiny_models import TINY_ENGINE, tiny_model, write_tiny_model
 
@@ -78,31 +73,3 @@ def test_rows_rounded_to_fp8_by_triton_s_kernel_give_the_tokens_of_xla(
     monkeypatch.setattr(startup, "KEPT_PLATFORMS", ())  # kernels are called where programs are traced
     assert tokens(directory, "triton", **fp8) == expected
     assert "_round_rows" in called
-
-
-def test_products_of_few_rows_that_round_them_give_a_model_the_bits_of_rounding_before_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = write_tiny_model(tiny_model("llama-gqa-d64-tied"), tmp_path, use_torch=False)
-    tokens, positions = jnp.asarray([3, 60, 17, 5, 101], jnp.int32), jnp.arange(5, dtype=jnp.int32)
-    interpreted, called = triton_interpreted.call, set()
-
-    def call(kernel: Any, *arguments: Any) -> Any:
-        called.add(kernel.fn.__name__)
-        return interpreted(kernel, *arguments)
-
-    def hidden(most_rows: str) -> np.ndarray:
-        monkeypatch.setenv(limits.VARIABLE, most_rows)
-        jax.clear_caches()  # programs in memory do not depend on the variable
-        called.clear()
-        model = models.build(models.ModelConfig.from_directory(directory, quantization="fp8"), "bfloat16")
-        kernels = Kernels(backend="triton,xla")
-        weights = models.load(model, directory)
-        return np.asarray(model.forward(weights, tokens, positions, models.dense_causal_attend, kernels=kernels))
-
-    monkeypatch.setattr(triton_interpreted, "call", call)
-    apart = hidden("4")
-    assert called == {"_round_rows"}
-    found = hidden("5")
-    assert called == {"_few_rows_fp8_product"}
-    np.testing.assert_array_equal(found, apart)

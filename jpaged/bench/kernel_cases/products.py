@@ -10,8 +10,6 @@ from jax import lax
 
 from jpaged import pallas_kernels as ops
 from jpaged.bench.kernel_cases.case import CARD_BYTES_S, CARD_FLOPS, L2_BYTES, Built, Case, normal
-from jpaged.pallas_kernels.few_rows_fp8_product import api as few_rows
-from jpaged.pallas_kernels.few_rows_fp8_product.operands import UnroundedRows
 from jpaged.pallas_kernels.fp8_product.api import product_of_rounded
 from jpaged.pallas_kernels.round_rows.operands import padded, type_of_sums
 
@@ -110,46 +108,6 @@ def rounding_case(what: str, rows: int, backend: str | None) -> Built:
     return program, ([drawn(2 * i) for i in range(copies)], scale), copies, float(moved)
 
 
-def unrounded_rows(layer: str, rows: int, key: int) -> UnroundedRows:
-    """What a product of an 8B model's decode step reads that rounds its rows."""
-    kind, inputs = jnp.dtype(jnp.bfloat16), PRODUCTS[layer][1]
-    if layer == "down":  # as the product of gate and up leaves them
-        x = normal(key, (rows, inputs), jnp.float32)
-        largest = lax.bitcast_convert_type(jnp.max(jnp.abs(x).reshape(rows, -1, 64), axis=2), jnp.int32).T
-        return UnroundedRows(x, None, largest, None, 0.0, None, kind)
-    norm = None if layer == "o" else jnp.full((inputs,), 1.1, jnp.bfloat16)
-    return UnroundedRows(normal(key, (rows, inputs), jnp.bfloat16), norm, None, None, 1e-6, None, kind)
-
-
-def few_rows_product(layer: str, backend: str | None) -> Callable[..., Any]:
-    """(residual, rows, weights, scale) -> a product of a decode step, with what stands behind it in the same kernel."""
-
-    def run(residual: jax.Array, rows: UnroundedRows, w: jax.Array, scale: jax.Array) -> Any:
-        if layer in ("o", "down"):
-            return few_rows.added_to(residual, rows, w, scale, backend=backend)
-        if layer == "qkv":
-            return few_rows.sums_of(rows, w, scale, backend=backend)
-        return few_rows.activated(rows, w, scale, "silu", backend=backend)
-
-    return run
-
-
-def few_rows_case(layer: str, rows: int, product: Callable[..., Any]) -> Built:
-    """Products of a decode step, of many weights in turn, with what stands before and behind them. product: as
-    `few_rows_product`."""
-    outputs, inputs = PRODUCTS[layer]
-    copies = max(2, min(64, -(-L2_BYTES // (outputs * inputs))))
-    weights = [(normal(i, (outputs, inputs), jnp.bfloat16) * 64).astype(jnp.float8_e4m3fn) for i in range(copies)]
-    drawn = [unrounded_rows(layer, rows, 100 + i) for i in range(copies)]
-    residual, scale = normal(99, (rows, outputs), jnp.bfloat16), jnp.full((outputs,), 0.01, jnp.float32)
-
-    @jax.jit
-    def program(residual: jax.Array, drawn: list[UnroundedRows], weights: list[jax.Array], scale: jax.Array) -> Any:
-        return [product(residual, *pair, scale) for pair in zip(drawn, weights, strict=True)]
-
-    return program, (residual, drawn, weights, scale), copies, 2.0 * rows * outputs * inputs
-
-
 def cases(backend: str | None) -> Iterator[Case]:
     for what in _ROUNDED:
         for rows in (1, 8, 32, 256, 8192):
@@ -157,10 +115,6 @@ def cases(backend: str | None) -> Iterator[Case]:
             name = f"round rows, {what}, {rows:,} rows (floor {floor:.1f} us)"
             yield Case(name, "us", None, partial(rounding_case, what, rows, backend))
     for layer, (width, depth) in PRODUCTS.items():
-        for rows in (1, 8):  # beside the "rounded FP8" product of as many rows and the rounding of them
-            name = f"few rows, {layer}, {rows} rows (floor {width * depth / CARD_BYTES_S * 1e6:.1f} us)"
-            product = few_rows_product(layer, backend or "triton")
-            yield Case(name, "us", None, partial(few_rows_case, layer, rows, product))
         for rows in (1, 8, 32, 64, 256, 512, 8192):
             for form in _BITS:
                 floor = product_floor_us(form, rows, width, depth)

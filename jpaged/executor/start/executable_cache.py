@@ -34,7 +34,6 @@ from jpaged.executor.start.jax_settings import settings_of_programs
 from jpaged.host.cores import cpu_features
 from jpaged.pallas_kernels import registry
 from jpaged.pallas_kernels.devices import default_device
-from jpaged.pallas_kernels.few_rows_fp8_product import limits
 
 KEPT_PLATFORMS = ("gpu", "cpu")
 """Platforms whose programs are cached."""
@@ -74,7 +73,6 @@ class ExecutableCache:
             device.client.platform_version,
             default_device(),
             registry.compilers(),
-            limits.most_rows(),
             os.environ.get("XLA_FLAGS", ""),
             settings_of_programs(),
             _source_digest() if self._directory else "",

@@ -72,7 +72,6 @@ from jpaged.models.experts import split_by_experts
 from jpaged.models.loading.live import WeightUpdater
 from jpaged.pallas_kernels import registry
 from jpaged.pallas_kernels.common import cuda_driver, native_calls
-from jpaged.pallas_kernels.few_rows_fp8_product import limits
 
 log = logging.getLogger("jpaged.startup")
 
@@ -99,7 +98,7 @@ def start(args: EngineArgs, directory: Path, weights: Any = None) -> Startup:
     reserve_device_memory(args.gpu_memory_utilization, at_once=args.kv_cache_layout == "paged")
     enable_persistent_cache()
     cache_limit = cache_limit_bytes(os.environ)
-    _check_kernel_variables()
+    _check_triton_calls()
     _place_code_of_driver()
     with _timed(seconds, "open devices"):
         mesh = DeviceMesh(pick_devices(args.tensor_parallel_size))
@@ -131,15 +130,14 @@ def with_known_backend(args: EngineArgs) -> EngineArgs:
         ) from None
 
 
-def _check_kernel_variables() -> None:
+def _check_triton_calls() -> None:
     """Also where no Triton kernel is used, so that a wrong word is found on any machine.
 
     Raises:
-        InvalidParameterError: an environment variable has no such value.
+        InvalidParameterError: the environment variable has no such value.
     """
     try:
         native_calls.asked_for()
-        limits.most_rows()
     except ValueError as wrong:
         raise InvalidParameterError(str(wrong)) from None
 

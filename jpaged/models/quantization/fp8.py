@@ -18,13 +18,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jpaged.models.grouped_linear import GroupedLinear
-from jpaged.models.linear import FewRowsProduct, Linear, Rounding, Rows, Term, num_rows
+from jpaged.models.linear import Linear, Rounding, Rows, Term, num_rows
 from jpaged.models.parameters import Constant, Normal, parameter
 from jpaged.models.quantization.grouped import QuantizedGroupedLinear, Values
 from jpaged.models.quantization.layers import Kind, QuantizedLinear, RowOrder, rows_parameter
 from jpaged.pallas_kernels import RoundedRows, Sums, fp8_product
-from jpaged.pallas_kernels.few_rows_fp8_product import api as few_rows
-from jpaged.pallas_kernels.few_rows_fp8_product.operands import UnroundedRows
 from jpaged.pallas_kernels.fp8_product.api import Activations, product_of_rounded, takes_rounded_rows
 from jpaged.pallas_kernels.fp8_product.rounding import round_to_fp8
 from jpaged.pallas_kernels.round_rows.operands import type_of_sums
@@ -88,20 +86,13 @@ class Fp8Linear(QuantizedLinear):
         kind, (kernel, scale) = self.kind, self._weights()
         if not takes_rounded_rows(rows, kernel, scale, self.dtype, kind.group, kind.activations, backend):
             return None
-        given = None if self.input_scale is None else self.input_scale[...]
-        by_product = partial(few_rows.takes_rows, w=kernel, dtype=self.dtype, backend=backend)
-        return Rounding(given, kind.upper_bound, backend, by_product)
+        return Rounding(None if self.input_scale is None else self.input_scale[...], kind.upper_bound, backend)
 
     def gated(self, x: Rows, activation: str, backend: str | None, rounding: Rounding | None = None) -> Rows:
         own = self.rounding(num_rows(x), backend)
         if own is None or rounding is None or self.bias is not None:
             return super().gated(x, activation, backend, rounding)
-        rows = self._rows(x, own)
-        if isinstance(rows, UnroundedRows) and rounding.by_product(rows.shape[0]):
-            kernel, scale = self._weights()
-            inner = few_rows.activated(rows, kernel, scale[:, 0], activation, backend=backend)
-            return rounding.of_activated(inner)
-        return rounding(self._sums(rows, own), activation=activation)[0]
+        return rounding(self._sums(x, own), activation=activation)[0]
 
     def sums(self, x: Rows, backend: str | None = "xla") -> jax.Array | Sums:
         rounding = self.rounding(num_rows(x), backend)
@@ -113,38 +104,23 @@ class Fp8Linear(QuantizedLinear):
         rounding = self.rounding(num_rows(x), backend)
         if rounding is None or len(self.layout.outputs) > 1:
             return super()._term(x, backend)
-        rows = self._rows(x, rounding)
-        if isinstance(rows, UnroundedRows):
-            kernel, scale = self._weights()
-            return FewRowsProduct(rows, kernel, scale[:, 0], backend)
-        return self._sums(rows, rounding)
+        return self._sums(x, rounding)
 
     def _product(self, x: Rows, dtype: jnp.dtype | None, backend: str | None) -> jax.Array:
         rounding = self.rounding(num_rows(x), backend)
         if rounding is None:
             return super()._product(x, dtype, backend)
         sums = self._sums(x, rounding, dtype)
-        outer: tuple[int, ...] = sums.shape[:1]
-        if not isinstance(x, RoundedRows | UnroundedRows):
-            outer = x.shape[: x.ndim - len(self.layout.inputs)]
+        outer = sums.shape[:1] if isinstance(x, RoundedRows) else x.shape[: x.ndim - len(self.layout.inputs)]
         return sums.array().reshape(*outer, *self.layout.outputs)
 
     def _sums(self, x: Rows, rounding: Rounding, dtype: jnp.dtype | None = None) -> Sums:
         """The product, without scales so far; dtype: of the result, x's if None."""
-        rows, (kernel, scale) = self._rows(x, rounding), self._weights()
+        rows = x if isinstance(x, RoundedRows) else rounding(x.reshape(-1, self.layout.input_size))[0]
+        kernel, scale = self._weights()
         dtype = dtype or rows.dtype
-        if isinstance(rows, UnroundedRows):
-            if dtype == rows.dtype:
-                return few_rows.sums_of(rows, kernel, scale[:, 0], backend=rounding.backend)
-            rows = rounding.rounded(rows)
         products = product_of_rounded(rows.values, kernel, type_of_sums(dtype))
         return Sums(products, rows.scales, scale[:, 0], rows.count, dtype)
-
-    def _rows(self, x: Rows, rounding: Rounding) -> RoundedRows | UnroundedRows:
-        """What the product reads."""
-        if isinstance(x, RoundedRows | UnroundedRows):
-            return x
-        return rounding(x.reshape(-1, self.layout.input_size))[0]
 
     def _weights(self) -> tuple[jax.Array, jax.Array]:
         """e4m3 [all outputs, inputs], and scales [all outputs, G]."""

@@ -6,7 +6,7 @@
 
 Bits that are put in place are the value times 2^-120 or 2^-8, subnormal numbers too; a product with that power of two
 is exact. GPUs before 8.9 have no conversion of their own, and that of the others is several times slower than their
-integer units. The largest magnitude, e4m3's NaN, becomes 480, unless NaN is asked for.
+integer units. The largest magnitude, e4m3's NaN, becomes 480.
 """
 
 import triton
@@ -68,7 +68,7 @@ _FLOAT16_FOURS = _fours_in_registers("f16x2", 1, 0x3F80, 0x5C00)
 
 @triton.jit
 def widen_pairs(words, DTYPE: tl.constexpr, IN_REGISTERS: tl.constexpr):
-    """Two e4m3 side by side, as uint16 -> the lower byte's value and the upper one's, as of `widen`, without NaN.
+    """Two e4m3 side by side, as uint16 -> the lower byte's value and the upper one's, as of `widen`.
 
     Words of 16 bits go from shared memory to the tensor cores as operands in 16 bits do, which bytes do not.
     IN_REGISTERS: two words at a time. On GPUs alone.
@@ -88,9 +88,11 @@ def widen_pairs(words, DTYPE: tl.constexpr, IN_REGISTERS: tl.constexpr):
 
 
 @triton.jit
-def widen(bits, DTYPE: tl.constexpr, NAN: tl.constexpr = False, IN_REGISTERS: tl.constexpr = False):
-    """e4m3 as uint8 -> DTYPE, which is tl.bfloat16 or tl.float16, exactly. NAN: whether there may be NaN.
-    IN_REGISTERS: four neighbours of a thread at a time. On GPUs alone."""
+def widen(bits, DTYPE: tl.constexpr, IN_REGISTERS: tl.constexpr = False):
+    """e4m3 as uint8 -> DTYPE, which is tl.bfloat16 or tl.float16, exactly.
+
+    IN_REGISTERS: four neighbours of a thread at a time. On GPUs alone.
+    """
     if IN_REGISTERS and DTYPE.is_bf16():
         value = tl.inline_asm_elementwise(_BFLOAT16_FOURS, "=r,=r,r", [bits], dtype=tl.bfloat16, is_pure=True, pack=4)
     elif IN_REGISTERS:
@@ -103,8 +105,6 @@ def widen(bits, DTYPE: tl.constexpr, NAN: tl.constexpr = False, IN_REGISTERS: tl
         else:
             placed = (word & 0x8000) | ((word >> 1) & 0x3F80)
             value = placed.to(tl.float16, bitcast=True) * tl.full([], 256.0, tl.float16)
-    if NAN:
-        value = tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
     return value
 
 

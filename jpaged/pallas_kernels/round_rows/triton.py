@@ -14,8 +14,7 @@ from jpaged.pallas_kernels.common.triton_fp8 import narrow
 from jpaged.pallas_kernels.round_rows.operands import Operands, Options, RoundedRows, Sums, padded
 
 _MOST_COLUMNS = 32_768
-ACTIVATIONS = {None: 0, "silu": 1, "relu": 2, "gelu": 3, "gelu_tanh": 4}
-"""The numbers that kernels know activations by; of `activated`."""
+_ACTIVATIONS = {None: 0, "silu": 1, "relu": 2, "gelu": 3, "gelu_tanh": 4}
 
 
 def unsupported(x: jax.Array | Sums, depth: int) -> str | None:
@@ -53,7 +52,7 @@ def round_rows(operands: Operands, options: Options) -> tuple[RoundedRows, jax.A
         ADDED=residual is not None,
         NORMED=norm is not None,
         EPS=options.norm_eps,
-        ACTIVATION=ACTIVATIONS[options.activation],
+        ACTIVATION=_ACTIVATIONS[options.activation],
         GIVEN=input_scale is not None,
         BOUND=-1.0 if options.upper_bound is None else options.upper_bound,
     )
@@ -78,7 +77,7 @@ def _round_rows(
     ADDED: tl.constexpr,
     NORMED: tl.constexpr,
     EPS: tl.constexpr,
-    ACTIVATION: tl.constexpr,  # a number of ACTIVATIONS
+    ACTIVATION: tl.constexpr,  # a number of _ACTIVATIONS
     GIVEN: tl.constexpr,
     BOUND: tl.constexpr,  # negative for none
 ):
@@ -92,7 +91,7 @@ def _round_rows(
     width: tl.constexpr = K if ACTIVATION == 0 else 2 * K
     wide = _read(x, of_rows, of_outputs, row, width, column, inside, SUMS)
     if ACTIVATION != 0:
-        wide = activated(wide, ACTIVATION) * _read(x, of_rows, of_outputs, row, width, column + K, inside, SUMS)
+        wide = _activated(wide, ACTIVATION) * _read(x, of_rows, of_outputs, row, width, column + K, inside, SUMS)
     if ADDED:
         wide += tl.load(residual + row * K + column, mask=inside, other=0.0).to(tl.float32)
         kept = wide.to(dtype)
@@ -126,8 +125,7 @@ def _read(x, of_rows, of_outputs, row, width: tl.constexpr, column, inside, SUMS
 
 
 @triton.jit
-def activated(x, ACTIVATION: tl.constexpr):
-    """Of float32; a number of ACTIVATIONS."""
+def _activated(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == 1:
         return x / (1.0 + tl.exp(-x))
     if ACTIVATION == 2:

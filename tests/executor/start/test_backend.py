@@ -54,14 +54,6 @@ def test_a_wrong_word_for_calls_of_triton_kernels_is_refused_at_the_start_with_t
         start(EngineArgs(model=str(tmp_path)), tmp_path)
 
 
-def test_what_is_no_number_of_rows_is_refused_at_the_start_with_the_fix(tmp_path, monkeypatch):
-    monkeypatch.setenv("JPAGED_FEW_FP8_ROWS", "all")
-    with pytest.raises(
-        InvalidParameterError, match=r"JPAGED_FEW_FP8_ROWS must be a number of rows.*got 'all'; unset it"
-    ):
-        start(EngineArgs(model=str(tmp_path)), tmp_path)
-
-
 @pytest.fixture
 def refused_native_calls(monkeypatch):
     """An A100 whose driver may not compile Triton's kernels."""

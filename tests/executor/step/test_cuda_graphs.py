@@ -81,20 +81,6 @@ def test_a_layer_in_fp8_is_ten_launches_in_a_decode_step(tmp_path):
 
 
 @pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
-@pytest.mark.skipif(missing("triton") is not None, reason=str(missing("triton")))
-def test_a_layer_in_fp8_is_six_launches_where_products_round_their_rows(tmp_path):
-    """Four products, RoPE and write with the scales of QKV, and attention."""
-    options = {"JPAGED_FEW_FP8_ROWS": "8", "JPAGED_TRITON_CALLS": "native"}
-    records = compiled_by("compile_fp8_steps_for_h200.py", tmp_path, "2,3", "1,8,16", **options)
-    programs = {(record["layers"], record["name"]): record for record in records}
-    for name in ("decode_1", "decode_8"):
-        two, three = programs[2, name], programs[3, name]
-        assert two["parts"] == three["parts"] == {"kCommandBuffer": 1}
-        assert three["commands"] - two["commands"] == 6
-    assert programs[3, "decode_16"]["commands"] - programs[2, "decode_16"]["commands"] > 6  # more rows than it is for
-
-
-@pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
 def test_a_step_of_native_triton_calls_is_the_graph_it_was_and_leaves_no_call_to_jaxlib(tmp_path):
     def compiled(calls):
         records = compiled_by("compile_triton_steps_for_h200.py", tmp_path / calls, JPAGED_TRITON_CALLS=calls)

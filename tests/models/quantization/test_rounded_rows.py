@@ -13,9 +13,7 @@ from flax import nnx
 from jpaged import models
 from jpaged.models import linear
 from jpaged.models.quantization import fp8
-from jpaged.pallas_kernels import Sums, fp8_product
-from jpaged.pallas_kernels.few_rows_fp8_product import api as few_rows
-from jpaged.pallas_kernels.few_rows_fp8_product.operands import UnroundedRows
+from jpaged.pallas_kernels import fp8_product
 from tests.tiny_models import VOCAB_SIZE, tiny_model, write_tiny_model
 
 
@@ -60,48 +58,6 @@ def test_a_model_computes_the_same_from_rows_that_are_rounded_before(
     np.testing.assert_allclose(found, apart, rtol=0, atol=5e-3 * np.abs(apart).max())
 
 
-def test_a_model_computes_the_same_where_products_round_their_rows_themselves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = write_tiny_model(tiny_model("llama-gqa-d64-tied"), tmp_path, use_torch=False)
-    apart = hidden(directory)
-    counts = dict.fromkeys(("sums_of", "added_to", "activated"), 0)
-
-    def counting(name: str) -> Callable[..., Any]:
-        original = getattr(few_rows, name)
-
-        def counted(*arguments: Any, **options: Any) -> Any:
-            counts[name] += 1
-            return original(*arguments, **options)
-
-        return counted
-
-    for name in counts:
-        monkeypatch.setattr(few_rows, name, counting(name))
-    monkeypatch.setattr(few_rows, "takes_rows", lambda count, *others, **options: count == 11)
-    monkeypatch.setattr(linear, "round_rows", None)
-    found = hidden(directory)
-    layers = counts["sums_of"]
-    assert layers >= 2
-    assert counts == {"sums_of": layers, "added_to": 2 * layers, "activated": layers}
-    np.testing.assert_allclose(found, apart, rtol=0, atol=1e-4 * np.abs(apart).max())
-
-
-def test_a_product_that_others_than_the_stream_ask_for_is_computed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = linear.Linear((4, 64), (96,), 0.02, jnp.dtype(jnp.bfloat16), nnx.Rngs(0), shard_axis=0)
-    layer = fp8.Fp8Linear(plain, fp8.Fp8(activations="dynamic"), nnx.Rngs(1))
-    x, residual = (
-        jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in ((2, (5, 4, 64)), (3, (5, 96)))
-    )
-    apart = layer.partial_sum(x)
-    monkeypatch.setattr(few_rows, "takes_rows", lambda *arguments, **options: True)
-    part = layer.partial_sum(x)
-    assert isinstance(part.term, linear.FewRowsProduct)
-    np.testing.assert_array_equal(part.array, apart.array)
-    assert isinstance(apart.term, Sums)
-    np.testing.assert_array_equal(part.term.added_to(residual), apart.term.added_to(residual))
-
-
 def test_a_layer_gives_sums_in_float32_to_who_asks_for_them() -> None:
     """As routers and heads do; to others it gives x's type, and keeps sums in that."""
     plain = linear.Linear((256,), (3, 32), 0.02, jnp.dtype(jnp.bfloat16), nnx.Rngs(0))
@@ -110,8 +66,7 @@ def test_a_layer_gives_sums_in_float32_to_who_asks_for_them() -> None:
     right = np.asarray(fp8_product(x, *layer._weights(), activations="dynamic", dtype=jnp.dtype(jnp.float32)))
     rounding = layer.rounding(5, "xla")
     assert rounding is not None
-    by_product = UnroundedRows(x, None, None, None, 0.0, None, x.dtype)
-    for rows in (x, rounding(x)[0], by_product):
+    for rows in (x, rounding(x)[0]):
         wide = layer(rows, jnp.dtype(jnp.float32))
         assert wide.dtype == jnp.float32
         assert wide.shape == (5, 3, 32)

@@ -1,1 +1,0 @@
-"""FP8 products of few rows, each of which rounds the rows that it reads."""
