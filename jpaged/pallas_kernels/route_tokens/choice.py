@@ -27,6 +27,13 @@ class ExpertChoice:
     kept_groups: int = 1
     group_best: int = 2
 
+    def picks_by_logits(self, corrected: bool) -> bool:
+        """Whether experts are picked by logits: sigmoids are in their order, but those of large ones are all 1.
+
+        corrected: as of `softmax_of_best_alone`.
+        """
+        return self.score == "sigmoid" and self.groups == 1 and not corrected
+
     def softmax_of_best_alone(self, corrected: bool) -> bool:
         """Whether a softmax over a token's own experts will do for one over all: weights are divided by their sum, and
         logits are in the order of a softmax. Sums of logits, by which groups are compared, are not.

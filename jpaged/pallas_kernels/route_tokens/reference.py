@@ -42,7 +42,10 @@ def route(logits: jax.Array, routing: ExpertChoice, correction: jax.Array | None
         scores = logits if of_best else jax.nn.softmax(logits, axis=-1)
     else:
         scores = jax.nn.sigmoid(logits)
-    choice = scores if correction is None else scores + correction.astype(jnp.float32)
+    if correction is not None:
+        choice = scores + correction.astype(jnp.float32)
+    else:
+        choice = logits if routing.picks_by_logits(corrected=False) else scores
     if routing.groups > 1:
         choice = jnp.where(_in_kept_groups(choice, routing), choice, -jnp.inf)
     if _compares_all(choice):

@@ -79,6 +79,7 @@ def route_tokens(operands: Operands, *, choice: ExpertChoice, held: int, tile_he
     rule: dict[str, Any] = {
         "EXPERTS": experts,
         "SCORE": score.value,
+        "BY_LOGITS": choice.picks_by_logits(correction is not None),
         "RENORMALIZED": choice.renormalized,
         "ADDED": choice.added_to_sum,
         "FACTOR": choice.factor,
@@ -139,6 +140,7 @@ def _route(
     SPLIT: tl.constexpr,  # from `first` on
     HEIGHT: tl.constexpr,  # of a tile
     SCORE: tl.constexpr,
+    BY_LOGITS: tl.constexpr,
     RENORMALIZED: tl.constexpr,
     ADDED: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -153,7 +155,7 @@ def _route(
     listed: int32 [tiles, 3]. row_weights: float32 [T * K + ..]."""
     nth, weight, here = _choice(
         logits, correction, live, first, experts, weights, 0, TOKENS, EXPERTS, K, BLOCK, WIDE, HELD, SPLIT, SCORE,
-        RENORMALIZED, ADDED, FACTOR, BIASED, PADDED, GROUPS, KEPT, GROUP_BEST
+        BY_LOGITS, RENORMALIZED, ADDED, FACTOR, BIASED, PADDED, GROUPS, KEPT, GROUP_BEST
     )  # fmt: skip
     offset = 0
     if SPLIT:
@@ -188,6 +190,7 @@ def _choose(
     HELD: tl.constexpr,
     SPLIT: tl.constexpr,
     SCORE: tl.constexpr,
+    BY_LOGITS: tl.constexpr,
     RENORMALIZED: tl.constexpr,
     ADDED: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -203,7 +206,7 @@ def _choose(
     block = tl.program_id(0)
     nth, _, here = _choice(
         logits, correction, live, first, experts, weights, block, TOKENS, EXPERTS, K, BLOCK, WIDE, HELD, SPLIT, SCORE,
-        RENORMALIZED, ADDED, FACTOR, BIASED, PADDED, GROUPS, KEPT, GROUP_BEST
+        BY_LOGITS, RENORMALIZED, ADDED, FACTOR, BIASED, PADDED, GROUPS, KEPT, GROUP_BEST
     )  # fmt: skip
     expert = tl.arange(0, WIDE)
     if SPLIT:
@@ -283,7 +286,7 @@ def _arrange(
 @triton.jit
 def _choice(
     logits, correction, live, first, experts, weights, block, TOKENS, EXPERTS, K, BLOCK, WIDE, HELD, SPLIT, SCORE,
-    RENORMALIZED, ADDED, FACTOR, BIASED, PADDED, GROUPS, KEPT, GROUP_BEST
+    BY_LOGITS, RENORMALIZED, ADDED, FACTOR, BIASED, PADDED, GROUPS, KEPT, GROUP_BEST
 ):  # fmt: skip
     """Picks the experts of a block's tokens, and stores these and their weights.
 
@@ -301,7 +304,7 @@ def _choice(
         score = 1.0 / (1.0 + tl.exp(-x))
     else:
         score = x  # a softmax keeps the order
-    wish = score
+    wish = x if BY_LOGITS else score
     if BIASED:
         wish += tl.load(correction + expert, mask=expert < EXPERTS, other=0.0)[None, :]
     key = _key(wish)

@@ -131,6 +131,15 @@ def test_each_token_gets_its_best_experts_their_weights_and_its_rows(name, backe
 
 
 @pytest.mark.parametrize("backend", WITH_TRITON)
+def test_sigmoids_that_are_all_one_leave_experts_in_the_order_of_their_logits(backend):
+    choice = ExpertChoice(per_token=2, score="sigmoid", renormalized=False)
+    logits = np.array([[20.0, 40.0, 30.0, -3.0], [-1.0, 18.0, 2.0, 19.0]], np.float32)
+    found = run(logits, None, choice, backend)
+    np.testing.assert_array_equal(found.experts, [[1, 2], [3, 1]])
+    np.testing.assert_array_equal(found.weights, np.ones((2, 2)))
+
+
+@pytest.mark.parametrize("backend", WITH_TRITON)
 @pytest.mark.parametrize("tokens", [16, 80])
 @pytest.mark.parametrize("choice", [BEST, ALL, EACH], ids=["best", "all", "each"])
 def test_ties_zeros_and_logits_that_are_no_numbers_are_as_in_xla(choice, tokens, backend):
