@@ -33,6 +33,7 @@ GROUPS = (32, 64, 128)
 STAGE_BYTES = 128
 """Of each output, in a stage."""
 _MOST_SPLITS = 8
+_MOST_ROWS_OF_BYTES = 16
 _MOST_OUTPUTS = 256  # of a copy
 _PRODUCER = 40  # registers
 _SHARED_BYTES = 226 << 10  # of the 227 KiB that a CTA may have, less its barriers
@@ -134,8 +135,14 @@ def narrow_product(
     """x [M, K] @ weights.T, in a jit.
 
     arrays: x; weights, uint8 [N, K * bits / 8]; scales, float32 [N, G]; zero points, uint8 [N, G], or None.
+    t: in 8 bits of at most 16 rows.
     dtype: of the result. interpret: a `plgpu.InterpretGPUParams` runs the kernel on a CPU.
+
+    Raises:
+        ValueError: a tiling of more rows.
     """
+    if form.bits == 8 and t.rows > _MOST_ROWS_OF_BYTES:
+        raise ValueError(f"weights in 8 bits have tiles of at most {_MOST_ROWS_OF_BYTES} rows, got {t.rows}")
     x, w, scale, zero = arrays
     rows, depth = x.shape
     outputs = w.shape[0]

@@ -90,6 +90,8 @@ def test_what_the_kernel_refuses_it_names():
         x, w, scale = operands(3, 8, inputs)
         with pytest.raises(ValueError, match=f"multiples of 16 inputs from 128 on, and there are {inputs}"):
             fp8_product(jnp.asarray(x, "bfloat16"), w, scale, backend="hopper")
+    with pytest.raises(ValueError, match="tiles of at most 16 rows, got 32"):
+        compared("bfloat16", (3, 64, 256, None), Tiling(32))
     x, w, scale = operands(3, 8, 256, 16)
     with pytest.raises(ValueError, match="groups of 16; it takes 32, 64, 128, or one"):
         fp8_product(jnp.asarray(x, "bfloat16"), w, scale, group=16, backend="hopper")
