@@ -1,4 +1,4 @@
-"""The product of few rows with FP8 weights on Hopper: which calls its kernel (`common/hopper_narrow_product.py`) takes,
+"""The product of few rows with FP8 weights on Hopper: which calls its kernel (`narrow_product/hopper.py`) takes,
 and in which tiles.
 
 Rows stay in 16 bits: those of a decode step take next to no time to read, and rounding them would take a kernel.
@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jpaged.pallas_kernels.common.hopper_narrow_product import GROUPS, Form, Tiling, narrow_product
 from jpaged.pallas_kernels.common.numerics import as_bits
 from jpaged.pallas_kernels.fp8_product.operands import Operands, Options
+from jpaged.pallas_kernels.narrow_product.hopper import GROUPS, Form, Tiling, narrow_product
 
 TILINGS = (Tiling(8, 2, 1, 3), Tiling(16, 2, 1, 3))
 """For up to 8 rows, and for more."""

@@ -1,4 +1,4 @@
-"""The 4-bit product on Hopper: which calls its kernel (`common/hopper_narrow_product.py`) takes, and in which tiles."""
+"""The 4-bit product on Hopper: which calls its kernel (`narrow_product/hopper.py`) takes, and in which tiles."""
 
 import dataclasses
 import functools
@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jpaged.pallas_kernels.common.hopper_narrow_product import GROUPS, Form, Tiling, narrow_product
 from jpaged.pallas_kernels.int4_product.operands import Operands
+from jpaged.pallas_kernels.narrow_product.hopper import GROUPS, Form, Tiling, narrow_product
 
 _INPUTS = Form(4, None).inputs  # of a stage
 _MOST_ROWS = {32: 32, 64: 1024, 128: 4096}  # by group

@@ -18,8 +18,8 @@ if missing("hopper") is not None:
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jpaged.pallas_kernels.common.hopper_narrow_product import Tiling
 from jpaged.pallas_kernels.fp8_product import hopper
+from jpaged.pallas_kernels.narrow_product.hopper import Tiling
 
 BITS = {"bfloat16": 8, "float16": 11, "float32": 23}
 

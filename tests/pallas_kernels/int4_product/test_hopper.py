@@ -16,9 +16,9 @@ if missing("hopper") is not None:
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jpaged.pallas_kernels.common.hopper_narrow_product import Tiling, splits_of
 from jpaged.pallas_kernels.int4_product import hopper
 from jpaged.pallas_kernels.int4_product.hopper import TILINGS
+from jpaged.pallas_kernels.narrow_product.hopper import Tiling, splits_of
 
 BITS = {"bfloat16": 8, "float16": 11, "float32": 23}
 

@@ -2,14 +2,14 @@
 
     a CTA: 64 to 256 outputs x 8 to 128 rows, of all inputs or of a part of them
 
-    producer (a warp)                                          consumers, 64 or 128 outputs each
+    producer (a warp)                                          consumers, 64 outputs each or more
     free --> TMA --> w [outputs, 128]: 256 inputs, or 128      bytes --> 16-bit numbers, in registers
                      x [4 or 2, rows, 64]: of the same         a group's sums = numbers x^T
                      --> full                                  sums += a group's sums * its scales
 
 Weights become 16-bit floats as bits in their places, far too small, and one multiplication mends that; of 4-bit
 integers it takes the zero point as well. Scales multiply float32 sums. Products are a warp's (mma) for up to 16 rows,
-and a warpgroup's (wgmma) for more; `hopper_narrow_primitives.py` says which inputs a thread takes for each.
+and a warpgroup's (wgmma) for more; `hopper_primitives.py` says which inputs a thread takes for each.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jpaged.pallas_kernels.common import hopper_narrow_interpreted, hopper_narrow_primitives
 from jpaged.pallas_kernels.devices import num_multiprocessors
 from jpaged.pallas_kernels.gated_product.hopper_primitives import LINES
 from jpaged.pallas_kernels.gated_product.hopper_tiling import DEPTH, ROWS
+from jpaged.pallas_kernels.narrow_product import hopper_interpreted, hopper_primitives
 
 GROUPS = (32, 64, 128)
 """Inputs that may share a scale."""
@@ -149,7 +149,7 @@ def narrow_product(
     strips, tiles, steps = pl.cdiv(outputs, t.outputs), pl.cdiv(rows, t.rows), pl.cdiv(depth, form.inputs)
     part = pl.cdiv(steps, t.splits or splits_of(t, strips * tiles, steps))
     splits = pl.cdiv(steps, part)
-    gpu = hopper_narrow_primitives if interpret is None else hopper_narrow_interpreted
+    gpu = hopper_primitives if interpret is None else hopper_interpreted
     s = _Shape(t, form, gpu, rows, outputs, steps, part)
     shape = gpu.stored_shape((splits, rows, outputs), (splits, tiles * t.rows, strips * t.outputs))
     kernel = plgpu.kernel(

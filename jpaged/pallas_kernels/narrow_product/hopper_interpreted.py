@@ -1,4 +1,4 @@
-"""`hopper_narrow_primitives.py` in words that Pallas' GPU interpreter knows. Products are computed at once."""
+"""`hopper_primitives.py` in words that Pallas' GPU interpreter knows. Products are computed at once."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def load_groups(ref: Any, output: jax.Array, group: jax.Array, count: int) -> tu
 def add_products(
     sums: tuple[jax.Array, ...], w_ref: Any, x_ref: Any, scales: Any, zero_points: Any, form: Any
 ) -> tuple[jax.Array, ...]:
-    """sums + (a stage's weights) @ x^T; arguments as of `hopper_narrow_primitives`."""
+    """sums + (a stage's weights) @ x^T; arguments as of `hopper_primitives`."""
     packed, x = w_ref[...], x_ref[...]
     plgpu.commit_smem()  # for the detector of races, to which an arrival alone does not order reads before it
     x = jnp.concatenate(list(x), axis=1)  # [rows, inputs of a stage]

@@ -1,5 +1,5 @@
 """What products with weights in 4 or 8 bits ask of a GPU for which Pallas has no word: bits that become numbers in the
-registers that products take them from. `hopper_narrow_interpreted.py` has the same for a CPU.
+registers that products take them from. `hopper_interpreted.py` has the same for a CPU.
 
 A tile of accumulators [64, rows] has one register an element (`ACCUMULATOR` of the gated product): thread l of warp w
 holds outputs 16 w + l / 4 and 8 below, of each eight rows 2 (l % 4) and the next. Both wgmma and a warp's own mma have
@@ -158,10 +158,7 @@ def add_products(
         kind = "bf16" if ir.MemRefType(x.type).element_type == ir.BF16Type.get() else "f16"
         numbers = _Integers(kind) if form.bits == 4 else _Floats(kind)
         stage = _Stage(numbers, w, x, form.group or form.inputs, zero_points)
-        if form.bits == 8:
-            products = _mma_products_of_bytes
-        else:
-            products = _mma_products if stage.rows <= _MMA_ROWS else _wgmma_products
+        products = _mma_products if stage.rows <= _MMA_ROWS else _wgmma_products
         sums = list(sums)
         for number, block, of_group in products(stage, form.groups, sums):
             factors = [numbers.factor(one) for one in _values(scales[block][number])] if scales else None
@@ -250,50 +247,14 @@ def _wgmma_products(stage: _Stage, groups: int, accumulators: list[Any]) -> Iter
 def _mma_products(stage: _Stage, groups: int, accumulators: list[Any]) -> Iterator[tuple[int, int, list[Any]]]:
     """(group, block, its products [64, rows]) by mma, for which each warp reads x itself.
 
-    mma sums over inputs, so any order will do that weights and x share. Of each half of a group a thread takes a
-    quarter, neighbours, and four of these in each product.
+    mma sums over inputs, so any order will do that weights and x share. Of each run of inputs, which is half of a group
+    in 4 bits and up to 64 in 8, a thread takes a quarter, neighbours, and four of these in each product: the first and
+    third, the second and fourth.
 
     accumulators: of the blocks, for their number.
     """
-    half = stage.group // 2
-    _, lane = warp_and_lane()
-    quad = arith.remui(lane, constant(4))
-    w = _Lines(stage.w, arith.muli(quad, constant(half // 4)), per_warp=16)
-    x = _Lines(stage.x, arith.muli(quad, constant(half // 2)), per_warp=0)
-    f32 = ir.F32Type.get()
-    zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
-    eights = range(stage.rows // 8)
-    for number in range(groups):
-        inputs = [number * stage.group + i * half for i in range(2)]  # the first of each half
-        pairs = [
-            [
-                _even_and_odd(x.read(at % DEPTH * 2, half // 8, line=at // DEPTH * stage.rows + 8 * eight))
-                for at in inputs
-            ]
-            for eight in eights
-        ]
-        for block in range(len(accumulators)):
-            biases = stage.biases(block, number)
-            words = [w.read(number * half, half // 16, line=ROWS * block + 8 * i) for i in range(2)]
-            products = [[zero] * 4 for _ in eights]
-            for step in range(half // 16):
-                upper_output, lower_output = (stage.numbers.eight(words[i][step], biases[i]) for i in range(2))
-                for i in range(2):
-                    lhs = [one for two in zip(upper_output[i], lower_output[i], strict=True) for one in two]
-                    for eight in eights:
-                        products[eight] = _mma(stage.numbers.kind, products[eight], lhs, pairs[eight][i][step])
-            yield number, block, [one for eight in products for one in eight]
-
-
-def _mma_products_of_bytes(stage: _Stage, groups: int, accumulators: list[Any]) -> Iterator[tuple[int, int, list[Any]]]:
-    """(group, block, its products [64, rows]) by mma, of weights in 8 bits.
-
-    As in `_mma_products` any order of inputs will do. Of each 64, or of a group of 32, a thread takes a quarter,
-    neighbours, and four of these in each product: the first and third, the second and fourth.
-
-    accumulators: of the blocks, for their number.
-    """
-    run = min(stage.group, DEPTH)
+    numbers = stage.numbers
+    run, runs = numbers.run(stage.group), numbers.runs
     _, lane = warp_and_lane()
     quad = arith.remui(lane, constant(4))
     w = _Lines(stage.w, arith.muli(quad, constant(run // 4)), per_warp=16)
@@ -302,20 +263,24 @@ def _mma_products_of_bytes(stage: _Stage, groups: int, accumulators: list[Any]) 
     zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
     eights = range(stage.rows // 8)
     for number in range(groups):
-        inputs = range(number * stage.group, (number + 1) * stage.group, run)
+        inputs = range(number * stage.group, (number + 1) * stage.group, run)  # the first of each run
         places = [(at % DEPTH * 2, at // DEPTH * stage.rows) for at in inputs]
         pairs = [
-            [_even_and_odd(x.read(at, run // 8, line=line + 8 * eight)) for at, line in places] for eight in eights
+            [_even_and_odd(x.read(first, run // 8, line=line + 8 * eight)) for first, line in places]
+            for eight in eights
         ]
         for block in range(len(accumulators)):
+            biases = stage.biases(block, number)
             products = [[zero] * 4 for _ in eights]
-            for i, at in enumerate(inputs):
-                words = [w.read(at, run // 16, line=ROWS * block + 8 * half) for half in range(2)]
+            for first in range(0, len(inputs), runs):  # of the runs that share bytes
+                words = [w.read(inputs[first] // runs, run // 16, line=ROWS * block + 8 * half) for half in range(2)]
                 for step in range(run // 16):
-                    upper_output, lower_output = (stage.numbers.four(one[step]) for one in words)
-                    lhs = [one for two in zip(upper_output, lower_output, strict=True) for one in two]
-                    for eight in eights:
-                        products[eight] = _mma(stage.numbers.kind, products[eight], lhs, pairs[eight][i][step])
+                    outputs = [numbers.of_word(one[step], bias) for one, bias in zip(words, biases, strict=True)]
+                    for i in range(runs):
+                        lhs = [one for two in zip(*(output[i] for output in outputs), strict=True) for one in two]
+                        for eight in eights:
+                            rhs = pairs[eight][first + i][step]
+                            products[eight] = _mma(numbers.kind, products[eight], lhs, rhs)
             yield number, block, [one for eight in products for one in eight]
 
 
@@ -393,6 +358,8 @@ class _Integers:
     brings both to the number / 64 in bfloat16, / 512 in float16, and takes the zero point.
     """
 
+    runs = 2  # of inputs, that share bytes
+
     def __init__(self, kind: str) -> None:
         self.kind = kind
         # The powers of two that lower bits, upper bits and zero points are multiplied by; and -8 as the latter become.
@@ -404,6 +371,11 @@ class _Integers:
         """What sums are multiplied by, of a group's scale."""
         f32 = ir.F32Type.get()
         return arith.mulf(scale, arith.constant(f32, ir.FloatAttr.get(f32, self._divisor)))
+
+    @staticmethod
+    def run(group: int) -> int:
+        """Neighbouring inputs of a group that it has in the same bits of neighbouring bytes."""
+        return group // 2
 
     def biases(self, points: list[Any] | None) -> list[Any]:
         """What is added to numbers, given their zero points; None for 8."""
@@ -427,7 +399,7 @@ class _Integers:
             fma.rn.{self.kind}x2 $1, b, upper, $4;"""
         return self._made(ptx, 2, word, which, bias)
 
-    def eight(self, word: Any, bias: Any) -> tuple[list[Any], list[Any]]:
+    def of_word(self, word: Any, bias: Any) -> list[list[Any]]:
         """Of a word's first and third byte, and of its second and fourth: the lower bits, and the upper ones."""
         ptx = f"""
             shr.b32 b, $4, 8;
@@ -440,7 +412,7 @@ class _Integers:
             and.b32 a, b, 0x00F000F0;
             fma.rn.{self.kind}x2 $3, a, upper, $5;"""
         found = self._made(ptx, 4, word, bias)
-        return found[:2], found[2:]
+        return [found[:2], found[2:]]
 
     def _made(self, ptx: str, count: int, *operands: Any) -> list[Any]:
         """So many registers that PTX makes of operands."""
@@ -457,18 +429,31 @@ class _Floats:
     """e4m3 to two 16-bit floats a register, as `triton_fp8` does it: bits are put in their places, which makes numbers
     too small by a power of two, and multiplied with that. The largest magnitude, e4m3's NaN, becomes 480."""
 
+    runs = 1
+
     def __init__(self, kind: str) -> None:
         self.kind = kind
         # How far the bits of a lower and of an upper byte move to the left and to the right; their mask; the power.
         places = (4, 4, 0x07F0, 0x7B80) if kind == "bf16" else (7, 1, 0x3F80, 0x5C00)
         self._left, self._right, self._digits, self._power = places
 
+    @staticmethod
+    def run(group: int) -> int:
+        """Neighbouring inputs of a group, as many as a line of x has."""
+        return min(group, DEPTH)
+
+    def biases(self, points: None) -> list[None]:
+        """Nothing is added to numbers."""
+        del points
+        return [None, None]
+
     def factor(self, scale: Any) -> Any:
         """What sums are multiplied by, of a group's scale."""
         return scale
 
-    def four(self, word: Any) -> list[Any]:
+    def of_word(self, word: Any, bias: None) -> list[list[Any]]:
         """Of a word's first and third byte, and of its second and fourth."""
+        del bias
         i32 = ir.IntegerType.get_signless(32)
         digits, signs, power = (one * 0x00010001 for one in (self._digits, 0x8000, self._power))
         ptx = f"""{{
@@ -486,7 +471,7 @@ class _Floats:
         }}"""
         kinds = llvm.StructType.get_literal([i32] * 2)
         found = llvm.inline_asm(kinds, [word], ptx, "=r,=r,r", has_side_effects=False)
-        return [llvm.extractvalue(i32, found, [i]) for i in range(2)]
+        return [[llvm.extractvalue(i32, found, [i]) for i in range(2)]]
 
 
 def _scaled_sums(sums: Any, products: list[Any], factors: list[Any] | None) -> list[Any]:
