@@ -1,9 +1,10 @@
 """Measures tile configurations of the products with quantized weights on this GPU, for the tables in
-`jpaged/pallas_kernels/{fp8_product,int4_product}/triton.py` and in `int4_product/hopper.py`.
+`jpaged/pallas_kernels/{fp8_product,int4_product}/{hopper,triton}.py`.
 
-    python benchmarks/product_tiles.py weights --rows 8 --json tiles.json
+    python benchmarks/product_tiles.py fp8-hopper --rows 8 --json tiles.json
 
-    weights        FP8 weights, rows in bfloat16
+    fp8-hopper     FP8 weights, up to 16 rows in bfloat16, by Hopper's kernel
+    weights        FP8 weights, rows in bfloat16, by Triton's
     int4-hopper    4-bit weights in groups of 128, rows in bfloat16, by Hopper's kernel
     int4-triton    likewise by Triton's
 
@@ -28,27 +29,31 @@ from jax import lax
 from jpaged.bench import kernels
 from jpaged.bench.kernel_cases import products
 from jpaged.bench.kernel_cases.case import L2_BYTES, normal
+from jpaged.pallas_kernels.fp8_product import hopper as fp8_hopper
 from jpaged.pallas_kernels.fp8_product import triton as fp8
 from jpaged.pallas_kernels.fp8_product.operands import Operands as Fp8Operands
 from jpaged.pallas_kernels.fp8_product.operands import Options
 from jpaged.pallas_kernels.int4_product import hopper as int4_hopper
 from jpaged.pallas_kernels.int4_product import triton as int4
 from jpaged.pallas_kernels.int4_product.operands import Operands as Int4Operands
+from jpaged.pallas_kernels.narrow_product.hopper import Tiling
 
-Config = fp8.Config | int4.Config | int4_hopper.Tiling
-_FORMS = {"weights": "FP8 weights", "int4-hopper": "4 bits", "int4-triton": "4 bits"}
+Config = fp8.Config | int4.Config | Tiling
+_FORMS = {"fp8-hopper": "FP8 weights", "weights": "FP8 weights", "int4-hopper": "4 bits", "int4-triton": "4 bits"}
 
 
 def configs(kind: str, rows: int) -> Sequence[Config]:
     """Candidates."""
     tile = max(16, min(64, rows))
-    if kind == "int4-hopper":
+    if kind.endswith("-hopper"):
         heights = [8 if rows <= 8 else tile] if rows <= 64 else [64, 128]
+        if kind == "fp8-hopper":
+            heights = [8 if rows <= 8 else 16]
         cut = product_of((1, 2), (1, 2, 3, 4), (2, 3, 4, 5))  # blocks, consumers, stages
         found = []
         for height, one in product_of(heights, cut):
             with suppress(ValueError):  # it does not fit
-                found.append(int4_hopper.Tiling(height, *one))
+                found.append(Tiling(height, *one))
         return found
     if kind == "int4-triton":
         cut = [(64, 4, 4, 2), (64, 2, 4), (32, 2, 4, 2), (32, 2, 3, 1, 2), (64, 4, 3, 2, 2), (32, 4, 3, 2, 2)]
@@ -82,7 +87,8 @@ def product(kind: str, config: Config) -> Callable[..., jax.Array]:
         run = partial(int4.int4_product, group=128, dtype=jnp.bfloat16, config=config)
         return lambda x, w, scale: run(Int4Operands(x, w, scale, None, None))
     options = Options(group=None, activations="none", upper_bound=None, dtype=jnp.dtype(jnp.bfloat16))
-    return lambda x, w, scale: fp8.fp8_product(Fp8Operands(x, w, scale, None), options, config)
+    of_fp8 = fp8_hopper.fp8_product if kind == "fp8-hopper" else fp8.fp8_product
+    return lambda x, w, scale: of_fp8(Fp8Operands(x, w, scale, None), options, config)
 
 
 def figure(multiply: Callable[..., jax.Array], given: tuple[list[Any], list[Any], jax.Array]) -> float:

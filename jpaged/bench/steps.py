@@ -76,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     add_sampling_options(result)
     result.add_argument("--block-size", type=int, default=16, help=BLOCK_SIZE)
     result.add_argument(
-        "--max-model-len", type=int, help="tokens of the longest sequence (default: what the steps need)"
+        "--max-model-len", type=int, help="tokens of the longest sequence (default: what model and memory allow)"
     )
     add_step_sizes(result)
     result.add_argument("--pipeline-depth", type=int, default=2, help=PIPELINE_DEPTH)
@@ -110,10 +110,8 @@ def main(argv: list[str] | None = None) -> int:
             write_report(args.json, "steps", vars(args), recorded["steps"])
         return 0
     engine = LLMEngine(EngineArgs(**engine_options(args)))
-    figures, sizes = [], batch_sizes(engine, args.batch)
-    for batch in sizes:
-        output_len(engine, batch, args)  # so that it is refused before anything is timed
-    for batch in sizes:
+    figures = []
+    for batch in sizes_that_last(engine, batch_sizes(engine, args.batch), args):
         figure = measure(engine, batch, args)
         figures.append(figure)
         print(
@@ -144,21 +142,32 @@ def batch_sizes(engine: LLMEngine, asked: list[int] | None) -> list[int]:
     return asked
 
 
-def output_len(engine: LLMEngine, batch: int, args: argparse.Namespace) -> int:
-    """Tokens that the first of so many sequences makes until all are measured.
+def sizes_that_last(engine: LLMEngine, sizes: list[int], args: argparse.Namespace) -> list[int]:
+    """The batches none of whose sequences would end on the way, since it may not be longer.
 
-    Raises InvalidParameterError: a sequence may not be that long, and would end on the way."""
+    Raises:
+        InvalidParameterError: one that was asked for is not among them, or none is.
+    """
+    most = engine.max_model_len
+    longest = {batch: args.context + output_len(engine, batch, args) for batch in sizes}
+    lasting = [batch for batch in sizes if longest[batch] <= most]
+    too_long = [batch for batch in sizes if longest[batch] > most]
+    if too_long and (args.batch is not None or not lasting):
+        raise InvalidParameterError(
+            f"--batch {too_long[0]}: sequences grow to {longest[too_long[0]]} tokens until all are measured, and"
+            f" max_model_len is {most}; raise --max-model-len or --max-num-batched-tokens, or lower --context, --steps"
+            " or --batch."
+        )
+    return lasting
+
+
+def output_len(engine: LLMEngine, batch: int, args: argparse.Namespace) -> int:
+    """Tokens that each of so many sequences makes at most until all are measured: the first ones decode while the
+    prompts of others are computed."""
     tail = 8
     budget = engine.startup.config.token_buckets[-1]
-    prompts_steps = sum(args.context / max(1, budget - done) for done in range(batch))  # those that are done decode on
-    length = math.ceil(prompts_steps) + 3 * args.steps + tail + 16
-    longest, most = args.context + length, engine.max_model_len
-    if longest > most:
-        raise InvalidParameterError(
-            f"--batch {batch}: sequences grow to {longest} tokens, {math.ceil(prompts_steps)} of them while other"
-            f" prompts are computed, and max_model_len is {most}; raise --max-model-len, or --max-num-batched-tokens."
-        )
-    return length
+    prompts_steps = sum(args.context / max(1, budget - done) for done in range(batch))
+    return math.ceil(prompts_steps) + 3 * args.steps + tail + 16
 
 
 def measure(engine: LLMEngine, batch: int, args: argparse.Namespace) -> dict[str, Any]:

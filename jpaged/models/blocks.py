@@ -175,11 +175,9 @@ class SequentialBlock(nnx.Module):
 
     def _read(self, stream: Stream, norm: Norm | None, reader: Reader) -> Any:
         """What a part reads: an array, or `Rows` where it takes them."""
-        return (
-            stream.value()
-            if norm is None
-            else stream.normed_for(reader.rounding(stream.num_rows, stream.backend), norm)
-        )
+        if norm is None:
+            return stream.value()
+        return stream.normed_for(reader.rounding(stream.num_rows, stream.backend), norm)
 
     def _add(self, stream: Stream, part: Any, norm: Norm | None) -> None:
         part = part.times(self.residual_scale)

@@ -103,6 +103,7 @@ class Stream:
 
     @property
     def num_rows(self) -> int:
+        """T."""
         return self.x.shape[0]
 
     def add(self, part: PartialSum) -> None:

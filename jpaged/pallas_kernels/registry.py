@@ -5,8 +5,8 @@
     implementation   a function, and `unsupported`, which says why it refuses arguments
 
     "hopper"  <op>/hopper.py     Pallas Mosaic GPU kernels, chosen on compute capability 9.x; JAX >= 0.11
-    "triton"  <op>/triton.py     Triton kernels, chosen on `TRITON_CAPABILITIES`, and on 9.x for quantized weights and
-                                 keys and values, for which there are no Mosaic kernels; jax-triton, Python 3.12
+    "triton"  <op>/triton.py     Triton kernels, chosen on `TRITON_CAPABILITIES`, and on 9.x for what Mosaic kernels do
+                                 not take of quantized weights, keys and values; jax-triton, Python 3.12
     "cudnn"   <op>/cudnn.py      cuDNN's attention, for contiguous keys and values; only where it is forced
     "xla"     <op>/reference.py  plain XLA: every op, any device, any arguments
 

@@ -56,11 +56,20 @@ def test_kernels_and_floor_are_those_of_one_device(engine, num_devices, monkeypa
     assert figure["floor_ms"] == pytest.approx(sum(steps.step_work(engine, NUM_SEQS, 8)[:3]) / 1e6 / num_devices)
 
 
-def test_sequences_that_would_end_on_the_way_are_refused(engine):
-    args = steps.parser().parse_args(["--model", "m", "--context", str(engine.max_model_len - 100), "--steps", "64"])
-    with pytest.raises(InvalidParameterError, match=r"--batch 1: sequences grow to \d+ tokens.* raise --max-model-len"):
-        steps.output_len(engine, 1, args)
-    assert steps.output_len(engine, 1, steps.parser().parse_args(["--model", "m", "--context", "8"])) > 3 * 64
+def test_sizes_whose_sequences_would_end_on_the_way_are_refused_or_left_out(engine):
+    most = engine.max_model_len
+    given = ["--model", "m", "--context", str(most // 2), "--steps", "8", "--batch", "1", "--batch", str(NUM_SEQS)]
+    asked = steps.parser().parse_args(given)
+    longest = most // 2 + steps.output_len(engine, NUM_SEQS, asked)
+    with pytest.raises(InvalidParameterError, match=f"--batch {NUM_SEQS}: sequences grow to {longest} tokens"):
+        steps.sizes_that_last(engine, asked.batch, asked)
+    some = steps.parser().parse_args(["--model", "m", "--context", "8"])
+    assert steps.sizes_that_last(engine, [1, NUM_SEQS], some) == [1, NUM_SEQS]
+    others = SimpleNamespace(startup=engine.startup, max_model_len=8 + steps.output_len(engine, 1, some))
+    assert steps.sizes_that_last(others, [1, NUM_SEQS], some) == [1]
+    others.max_model_len -= 1
+    with pytest.raises(InvalidParameterError, match="--batch 1: sequences grow to"):
+        steps.sizes_that_last(others, [1, NUM_SEQS], some)
 
 
 def test_more_sequences_than_decode_at_once_are_refused_before_anything_is_timed():

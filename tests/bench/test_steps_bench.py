@@ -15,7 +15,7 @@ def test_a_device_without_kernels_is_not_said_to_be_idle(monkeypatch, capsys, ke
     }
     monkeypatch.setattr(steps, "LLMEngine", lambda args: None)
     monkeypatch.setattr(steps, "batch_sizes", lambda engine, asked: [1])
-    monkeypatch.setattr(steps, "output_len", lambda engine, batch, args: 8)
+    monkeypatch.setattr(steps, "sizes_that_last", lambda engine, sizes, args: sizes)
     monkeypatch.setattr(steps, "measure", lambda engine, batch, args: figure)
     assert steps.main(["--model", "a"]) == 0
     shown = capsys.readouterr().out

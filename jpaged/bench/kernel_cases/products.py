@@ -19,7 +19,7 @@ PRODUCTS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate, up": (28_672, 4096), 
 _BITS = {"bf16": 16, "FP8": 8, "rounded FP8": 8, "FP8 blocks": 8, "FP8 weights": 8, "4 bits": 4}
 _BITS |= {"INT8": 8, "INT8 weights": 8}
 """Of a weight, by the name of a form that products are measured in. "rounded FP8": of rows that are in FP8 already, as
-`round_rows` leaves them, without any scales; "FP8" and "INT8" round them, too."""
+`round_rows` leaves them, without any scales; "FP8" and "INT8" round them, too, but for few rows in FP8 on Hopper."""
 
 
 def product_floor_us(form: str, rows: int, outputs: int, inputs: int) -> float:

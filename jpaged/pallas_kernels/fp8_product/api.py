@@ -25,7 +25,7 @@ from jpaged.pallas_kernels.registry import REFERENCE, Op, is_hopper
 OP = Op("fp8_product", __package__, also={"triton": is_hopper})
 
 Activations = Literal["none", "dynamic", "static"]
-"""Whether x is rounded to FP8: not at all, with a scale for each row and group of inputs, or with one that is given."""
+"""Whether x may be rounded to FP8: never, with a scale for each row and group of inputs, or with one that is given."""
 
 
 def fp8_product(
@@ -46,10 +46,11 @@ def fp8_product(
         x: floats [M, K].
         w: float8_e4m3fn [N, K].
         scale: float32 [N, G]: of each row, of each group of inputs.
-        input_scale: float32 [1], of x, with activations "static"; None otherwise.
+        input_scale: float32 [1], of x where it is rounded, with activations "static"; None otherwise.
         group: inputs of a group, which follow each other; of the last it may be fewer. None: one group has all.
         activations: see `Activations`; "static" needs one group.
-        upper_bound: with "dynamic", the largest magnitude of x that counts; what is beyond it is clipped.
+        upper_bound: with "dynamic", the largest magnitude that counts of x where it is rounded; what is beyond it is
+            clipped.
         dtype: of the result; x's if None.
         backend: "hopper", "triton" or "xla"; None picks by device and shapes.
     Returns:

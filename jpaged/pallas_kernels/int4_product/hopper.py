@@ -33,7 +33,7 @@ def pick_tiling(rows: int, group: int, *, zeros: bool) -> Tiling:
 def unsupported(x: jax.Array, w: jax.Array, group: int, form: str) -> str | None:
     """Why the kernel cannot take these (checked) arguments; None if it can."""
     del w
-    if x.dtype not in (jnp.bfloat16.dtype, jnp.float16):
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it takes bfloat16 and float16, not {x.dtype}"
     if x.shape[1] < _INPUTS:
         return f"it takes {_INPUTS} inputs at a time, and there are {x.shape[1]}"

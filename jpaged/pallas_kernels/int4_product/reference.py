@@ -50,7 +50,7 @@ def _both_halves(w: jax.Array) -> jax.Array:
     Shifted by one number or another, since what XLA concatenates it computes in a kernel that is several times slower.
     """
     shifts = jnp.array([[0], [4]], jnp.uint8)
-    return (w[:, :, None] >> shifts & 15).reshape(*w.shape[:2], -1)
+    return ((w[:, :, None] >> shifts) & 15).reshape(*w.shape[:2], -1)
 
 
 def nvfp4_dequantized(w: jax.Array, scale: jax.Array, outer: jax.Array) -> jax.Array:

@@ -81,6 +81,17 @@ def test_a_layer_in_fp8_is_ten_launches_in_a_decode_step(tmp_path):
 
 
 @pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
+def test_a_layer_in_fp8_is_twelve_launches_in_a_decode_step_of_few_rows(tmp_path):
+    """Four products, of which those of QKV, attention's output and down are in parts that another adds up, with the
+    residual or without; two norms, the activation, RoPE and write, and attention."""
+    records = compiled_by("compile_fp8_steps_for_h200.py", tmp_path, "2,3", "8,16", "8b")
+    assert all(record["parts"] == {"kCommandBuffer": 1} for record in records)
+    launches = {(record["layers"], record["name"]): record["commands"] for record in records}
+    for name in ("decode_8", "decode_16"):
+        assert launches[3, name] - launches[2, name] <= 12, name
+
+
+@pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
 def test_a_step_of_native_triton_calls_is_the_graph_it_was_and_leaves_no_call_to_jaxlib(tmp_path):
     def compiled(calls):
         records = compiled_by("compile_triton_steps_for_h200.py", tmp_path / calls, JPAGED_TRITON_CALLS=calls)

@@ -17,11 +17,11 @@ from jpaged.pallas_kernels import fp8_product
 from tests.tiny_models import VOCAB_SIZE, tiny_model, write_tiny_model
 
 
-def hidden(directory: Path) -> np.ndarray:
+def hidden(directory: Path, count: int = 11) -> np.ndarray:
     model = models.build(models.ModelConfig.from_directory(directory, quantization="fp8"), "float32")
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB_SIZE, 11), jnp.int32)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB_SIZE, count), jnp.int32)
     weights = models.load(model, directory)
-    return np.asarray(model.forward(weights, tokens, jnp.arange(11, dtype=jnp.int32), models.dense_causal_attend))
+    return np.asarray(model.forward(weights, tokens, jnp.arange(count, dtype=jnp.int32), models.dense_causal_attend))
 
 
 @pytest.mark.parametrize(
@@ -56,6 +56,33 @@ def test_a_model_computes_the_same_from_rows_that_are_rounded_before(
     apart = hidden(directory)
     assert not calls
     np.testing.assert_allclose(found, apart, rtol=0, atol=5e-3 * np.abs(apart).max())
+
+
+@pytest.mark.parametrize(
+    "rounds",
+    [
+        lambda rows, w: rows > 16,
+        lambda rows, w: rows > 16 or w.shape[0] > w.shape[1],  # gate and up, and QKV
+        lambda rows, w: rows > 16 or w.shape[0] <= w.shape[1],  # down, and attention's output
+    ],
+    ids=["few rows", "few rows of narrow layers", "few rows of wide layers"],
+)
+@pytest.mark.parametrize("name", ["llama-gqa-d64-tied", "gemma2"])
+def test_few_rows_may_be_left_as_they_are_by_some_layers(
+    name: str, rounds: Callable[[int, Any], bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = write_tiny_model(tiny_model(name), tmp_path, use_torch=False)
+    all_rounded, counts = [hidden(directory, count) for count in (11, 17)], set[int]()
+
+    def some(rows: int, w: jax.Array, *others: Any) -> bool:
+        counts.add(rows)
+        return rounds(rows, w)
+
+    monkeypatch.setattr(fp8, "takes_rounded_rows", some)
+    found = [hidden(directory, count) for count in (11, 17)]
+    assert counts == {11, 17}
+    np.testing.assert_allclose(found[0], all_rounded[0], rtol=0, atol=5e-3 * np.abs(all_rounded[0]).max())
+    np.testing.assert_array_equal(found[1], all_rounded[1])
 
 
 def test_a_layer_gives_sums_in_float32_to_who_asks_for_them() -> None:

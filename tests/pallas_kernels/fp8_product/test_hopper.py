@@ -42,17 +42,21 @@ def compared(dtype, size, tiling=None, *, result=None, interpret=None):
     assert np.all(np.abs(np.asarray(y, np.float64) - right) <= bound)
 
 
-def exactly(dtype, size, tiling=None, *, interpret=None):
-    """Checks a product of every number of e4m3 but NaN, whose sums are exact in any order, and that a row of NaN spoils
-    itself alone."""
+def exactly(dtype, size, tiling=None, *, interpret=None, dense=True):
+    """Checks a product whose sums are exact in any order, and that a row of NaN spoils itself alone.
+
+    dense: of small integers. Otherwise one input of each row is not zero, and weights are all numbers of e4m3 but NaN.
+    """
     rows, outputs, inputs, group = size
     rng = np.random.default_rng(5)
-    # One input a row of x is not zero, so that sums have one term: each weight stands there by itself.
-    at = rng.integers(0, inputs, rows)
-    x = np.zeros((rows, inputs), np.float32)
-    x[np.arange(rows), at] = rng.choice([-2.0, -1.0, 0.5, 1.0], rows)
-    bits = np.array([one for one in range(256) if one & 0x7F != 0x7F], np.uint8)
-    w = rng.choice(bits, (outputs, inputs)).view(E4M3)
+    if dense:
+        x = rng.integers(-2, 3, (rows, inputs)).astype(np.float32)
+        w = rng.integers(-15, 16, (outputs, inputs)).astype(E4M3)
+    else:
+        x = np.zeros((rows, inputs), np.float32)
+        x[np.arange(rows), rng.integers(0, inputs, rows)] = rng.choice([-2.0, -1.0, 0.5, 1.0], rows)
+        bits = np.array([one for one in range(256) if one & 0x7F != 0x7F], np.uint8)
+        w = rng.choice(bits, (outputs, inputs)).view(E4M3)
     groups = 1 if group is None else -(-inputs // group)
     scale = (2.0 ** rng.integers(-3, 4, (outputs, groups))).astype(np.float32)
     right, _ = exact(x, w, scale, group)
@@ -66,7 +70,7 @@ def exactly(dtype, size, tiling=None, *, interpret=None):
     ("dtype", "size", "tiling"),
     [
         ("bfloat16", (5, 72, 512, None), Tiling(8)),  # outputs, rows and tiles that end one inside the other
-        ("float16", (1, 200, 1408, 64), Tiling(8, blocks=2, consumers=1, stages=2, splits=1)),  # steps than stages
+        ("float16", (1, 200, 1408, 64), Tiling(8, blocks=2, consumers=1, stages=2, splits=1)),  # more steps than stages
         ("bfloat16", (19, 130, 720, 32), Tiling(16, stages=3, splits=2)),  # inputs end in a step, and in a group
         ("bfloat16", (3, 136, 912, None), Tiling(8, 2, 2, splits=3)),
         ("bfloat16", (2, 64, 304, 128), None),
@@ -77,9 +81,9 @@ def test_the_interpreter_agrees_and_finds_no_race(dtype, size, tiling):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("group", [None, 32, 128])
-def test_the_interpreter_is_exact_where_sums_are(dtype, group):
-    exactly(dtype, (9, 40, 384, group), Tiling(16, stages=2), interpret=plgpu.InterpretGPUParams())
+@pytest.mark.parametrize(("group", "dense"), [(None, True), (32, True), (128, False)])
+def test_the_interpreter_is_exact_where_sums_are(dtype, group, dense):
+    exactly(dtype, (9, 40, 384, group), Tiling(16, stages=2), interpret=plgpu.InterpretGPUParams(), dense=dense)
 
 
 def test_what_the_kernel_refuses_it_names():
@@ -124,6 +128,7 @@ def test_on_the_gpu_every_tiling_is_right(tiling):
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize(
     "size",
     [
@@ -134,8 +139,8 @@ def test_on_the_gpu_every_tiling_is_right(tiling):
         (13, 1000, 14_336, 128),
     ],
 )
-def test_on_the_gpu_products_are_exact_where_sums_are(dtype, size):
-    exactly(dtype, size)
+def test_on_the_gpu_products_are_exact_where_sums_are(dtype, size, dense):
+    exactly(dtype, size, dense=dense)
 
 
 @pytest.mark.parametrize(("rows", "rounded"), [(1, False), (16, False), (17, True), (8192, True)])

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.pallas_kernels import devices, mixed_attention
+from jpaged.pallas_kernels import devices, mixed_attention, ragged_attention
 from jpaged.pallas_kernels.common.attention_arguments import Operands
 from jpaged.pallas_kernels.devices import Device
+from jpaged.pallas_kernels.mixed_attention import widened
 from jpaged.pallas_kernels.mixed_attention.widened import pays, widened_attention
 from tests.pallas_kernels.marks import needs_triton, on_gpu
 from tests.pallas_kernels.paged import assert_close, assert_lse_close, expected_ragged, make_world, random_queries
@@ -29,7 +30,20 @@ def test_rows_that_fit_into_the_workspace_and_others_are_right(workspace):
     assert_lse_close(lse, want_lse, "float32")
 
 
-def test_features_and_places_without_causality_are_right_in_both_parts():
+@pytest.mark.parametrize("workspace", [2, 22, 200])
+def test_queries_that_all_see_the_same_keys_and_sinks_are_as_over_the_pool_itself(workspace):
+    lens = [70, 0, 300, 1, 129, 5]  # fewer than queries, or none
+    world = make_world(9, lens, kv_heads=2, head_dim=16, block_size=16, dtype=FP8)
+    q = random_queries(9, 183, 4, 16, "float32")
+    operands = Operands(q, world.pool, world.tables, world.lens, None)
+    options = {"causal": False, "sinks": jnp.asarray([0.5, -1.0, 2.0, 0.0], jnp.float32)}
+    out, lse = widened_attention(operands, STARTS, workspace=workspace, **options)
+    want, want_lse = ragged_attention(*operands[:4], STARTS, return_lse=True, **options)
+    assert_close(out, np.asarray(want), "float32")
+    assert_lse_close(lse, np.asarray(want_lse), "float32")
+
+
+def test_features_are_right_in_both_parts():
     world = make_world(8, LENS, kv_heads=2, head_dim=16, block_size=16, dtype=FP8)
     q = random_queries(8, 183, 4, 16, "float32")
     slopes = jnp.asarray([0.5, 0.25, 0.125, 0.0625], jnp.float32)
@@ -48,6 +62,8 @@ def test_it_is_for_pools_in_fp8_on_hopper(monkeypatch):
     assert not pays(q, wide, None, None)
     assert not pays(q, fp8, 128, None)
     assert not pays(q, fp8, None, "triton")
+    assert not pays(q, fp8, None, "triton,xla")
+    assert pays(q, fp8, None, "mosaic,triton,xla")
     monkeypatch.setattr(devices, "default_device", lambda: Device("gpu", (8, 9)))
     assert not pays(q, fp8, None, None)
 
@@ -60,7 +76,9 @@ def test_it_is_for_pools_in_fp8_on_hopper(monkeypatch):
     [([40] * 30 + [1, 900], [(90, 90)] * 10), ([], [(600, 5000)]), ([9, 70], [(700, 700), (40, 30_000)])],
     ids=["fit", "long", "one does not fit"],
 )
-def test_on_the_gpu_a_step_over_fp8_is_right(decodes, chunks, dtype):
+def test_on_the_gpu_a_step_over_fp8_is_right(decodes, chunks, dtype, monkeypatch):
+    calls = []
+    monkeypatch.setattr(widened, "widened_attention", lambda *a, **b: calls.append(a) or widened_attention(*a, **b))
     lens, queries = [*decodes, *(kv for _, kv in chunks)], [1] * len(decodes) + [count for count, _ in chunks]
     world = make_world(5, lens, kv_heads=2, head_dim=128, block_size=16, dtype=FP8)
     starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
@@ -69,3 +87,4 @@ def test_on_the_gpu_a_step_over_fp8_is_right(decodes, chunks, dtype):
     out = jax.jit(mixed_attention)(q, world.pool, jnp.asarray(tables), world.lens, starts, jnp.int32(len(decodes)))
     want, _ = expected_ragged(world, np.asarray(q).astype(np.float32), starts)
     assert_close(out, want, dtype)
+    assert len(calls) == 1
