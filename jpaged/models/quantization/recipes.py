@@ -73,11 +73,11 @@ class Recipe:
 
     def misfit(self, layer: StoredLayer) -> str:
         """What a layer's sizes would have to be, if it cannot be stored, and what to do; else nothing."""
-        if not self.packs or (layer.inputs % self.columns == 0 and layer.outputs % 8 == 0):
+        if not self.packs or layer.inputs % self.columns == 0:
             return ""
-        fitting = [str(size) for size in GROUPS if layer.inputs % size == 0 and layer.outputs % 8 == 0]
+        fitting = [str(size) for size in GROUPS if layer.inputs % size == 0]
         instead = f"group_size={' or '.join(fitting)}, or " if fitting else "scheme "
-        return f"multiples of 8 and of {self.columns}; choose {instead}'fp8'"
+        return f"multiples of {self.columns} inputs; choose {instead}'fp8'"
 
     def config(self, ignored: Sequence[str], *, kv_cache: bool = False) -> dict[str, Any]:
         """The "quantization_config". ignored: names of the linear layers that are not quantized. kv_cache: there are

@@ -306,7 +306,7 @@ def test_what_cannot_be_calibrated_is_named_and_nothing_is_left(plain: Path, tmp
     hybrid = {"source": plain_checkpoint("bamba", tmp_path / "hybrid"), "group_size": 32}
     refused(UnsupportedModelError, "Mamba-2 layers are not supported with calibration", **hybrid)
     wide = plain_checkpoint("llama-biases", tmp_path / "wide")
-    refused(UnsupportedModelError, "multiples of 8 and of 128; choose group_size=32, or 'fp8'", source=wide)
+    refused(UnsupportedModelError, "multiples of 128 inputs; choose group_size=32, or 'fp8'", source=wide)
     broken = shutil.copytree(plain, tmp_path / "broken")
     tensors = read_tensors(plain / "model.safetensors")
     tensors["model.layers.1.mlp.down_proj.weight"][2, 3] = np.nan

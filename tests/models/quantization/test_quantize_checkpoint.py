@@ -15,7 +15,9 @@ from jpaged.cli import main
 from jpaged.cli.quantize import SCHEMES
 from jpaged.models import quantize_checkpoint
 from jpaged.models.loading import safetensors_file
+from jpaged.models.quantization.int4 import Int4
 from jpaged.models.quantization.layers import StoredLayer
+from jpaged.models.quantization.packed_weights import PackQuantized
 from jpaged.models.quantization.recipes import RECIPES
 from tests.models.quantization.test_checkpoints import dequantized, load
 from tests.models.test_multimodal import OF_OTHER_PARTS, write_multimodal
@@ -195,7 +197,7 @@ def test_models_and_schemes_that_cannot_be_quantized_are_named(plain: Path, tmp_
     quantize_checkpoint(plain, tmp_path / "done", "fp8")
     refused = [
         (tmp_path / "done", "fp8", "quantized already"),
-        (plain, "int4", "layers.0.*160 inputs.*multiples of 8 and of 128; choose group_size=32, or 'fp8'"),
+        (plain, "int4", "layers.0.*160 inputs.*multiples of 128 inputs; choose group_size=32, or 'fp8'"),
         (write_tiny_model(tiny_model("gpt2"), tmp_path / "gpt2", use_torch=False), "fp8", "stored transposed"),
         (
             write_tiny_model(tiny_model("gpt-oss-20b-style"), tmp_path / "moe", use_torch=False),
@@ -216,10 +218,19 @@ def test_models_and_schemes_that_cannot_be_quantized_are_named(plain: Path, tmp_
 def test_a_smaller_group_is_offered_where_it_would_do() -> None:
     recipe = RECIPES["int4"]
     assert recipe.misfit(StoredLayer("a", 64, 256)) == RECIPES["fp8"].misfit(StoredLayer("a", 4, 33)) == ""
-    needed = "multiples of 8 and of 128; choose "
+    needed = "multiples of 128 inputs; choose "
     assert recipe.misfit(StoredLayer("a", 64, 192)) == needed + "group_size=32 or 64, or 'fp8'"
-    assert recipe.misfit(StoredLayer("a", 4, 256)) == needed + "scheme 'fp8'"  # of outputs
-    assert recipe.misfit(StoredLayer("a", 4, 192)) == needed + "scheme 'fp8'"
+    assert recipe.misfit(StoredLayer("a", 64, 144)) == needed + "scheme 'fp8'"
+
+
+def test_any_number_of_outputs_is_packed_and_read_again() -> None:
+    recipe, layer = RECIPES["int4"].in_groups(64), StoredLayer("a", 5, 192)
+    weight = np.random.default_rng(0).standard_normal((5, 192)).astype(np.float32)
+    assert recipe.misfit(layer) == ""
+    scheme = PackQuantized(name="int4", kind=Int4(64))
+    found = scheme.arrays(layer, recipe.tensors(weight))
+    steps = np.repeat(np.asarray(found["_scale"], np.float32), 64, axis=1)
+    assert np.all(np.abs(np.asarray(scheme.dequantized(found, np.dtype(np.float32))) - weight) <= 0.51 * steps)
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "fp8-block"])
