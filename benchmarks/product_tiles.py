@@ -36,7 +36,7 @@ from jpaged.pallas_kernels.fp8_product.operands import Options
 from jpaged.pallas_kernels.int4_product import hopper as int4_hopper
 from jpaged.pallas_kernels.int4_product import triton as int4
 from jpaged.pallas_kernels.int4_product.operands import Operands as Int4Operands
-from jpaged.pallas_kernels.narrow_product.hopper import Tiling
+from jpaged.pallas_kernels.narrow_product.hopper_kernel import Tiling
 
 Config = fp8.Config | int4.Config | Tiling
 _FORMS = {"fp8-hopper": "FP8 weights", "weights": "FP8 weights", "int4-hopper": "4 bits", "int4-triton": "4 bits"}

@@ -57,6 +57,10 @@ from jpaged.frontend.llm_engine import LLMEngine
 from jpaged.models import SparseConfig
 
 STEPS_A_GROUP = 8
+_STEPS_EACH = 2
+"""Steps of a batch, for each that is timed: half as many before, and half as many recorded."""
+_SLACK = 24
+"""Steps in flight, and what the estimate of the steps that prompts take may miss."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -143,7 +147,7 @@ def batch_sizes(engine: LLMEngine, asked: list[int] | None) -> list[int]:
 
 
 def sizes_that_last(engine: LLMEngine, sizes: list[int], args: argparse.Namespace) -> list[int]:
-    """The batches none of whose sequences would end on the way, since it may not be longer.
+    """The batch sizes whose sequences stay within max_model_len until all steps are measured.
 
     Raises:
         InvalidParameterError: one that was asked for is not among them, or none is.
@@ -154,7 +158,7 @@ def sizes_that_last(engine: LLMEngine, sizes: list[int], args: argparse.Namespac
     too_long = [batch for batch in sizes if longest[batch] > most]
     if too_long and (args.batch is not None or not lasting):
         raise InvalidParameterError(
-            f"--batch {too_long[0]}: sequences grow to {longest[too_long[0]]} tokens until all are measured, and"
+            f"Batch {too_long[0]}: sequences grow to {longest[too_long[0]]} tokens until all are measured, and"
             f" max_model_len is {most}; raise --max-model-len or --max-num-batched-tokens, or lower --context, --steps"
             " or --batch."
         )
@@ -162,12 +166,11 @@ def sizes_that_last(engine: LLMEngine, sizes: list[int], args: argparse.Namespac
 
 
 def output_len(engine: LLMEngine, batch: int, args: argparse.Namespace) -> int:
-    """Tokens that each of so many sequences makes at most until all are measured: the first ones decode while the
+    """Tokens that each of so many sequences makes at most until all steps are measured: the first ones decode while the
     prompts of others are computed."""
-    tail = 8
     budget = engine.startup.config.token_buckets[-1]
     prompts_steps = sum(args.context / max(1, budget - done) for done in range(batch))
-    return math.ceil(prompts_steps) + 3 * args.steps + tail + 16
+    return math.ceil(prompts_steps) + _STEPS_EACH * args.steps + _SLACK
 
 
 def measure(engine: LLMEngine, batch: int, args: argparse.Namespace) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from flax import nnx
 from jpaged.models.collectives import ALONE, Collectives
 from jpaged.models.config import ModelConfig
 from jpaged.models.family import Attend
-from jpaged.models.linear import Linear, PartialSum, Reader, Rounding, Rows, num_rows, times
+from jpaged.models.linear import Linear, PartialSum, Reader, Rounding, Rows, count_rows, times
 from jpaged.models.norms import HeadNorms, Norm
 from jpaged.models.parameters import Constant, parameter
 from jpaged.models.residual import Stream
@@ -156,9 +156,9 @@ class Attention(Reader):
         out_std = (heads * given * 2 * config.num_layers) ** -0.5
         self.out = Linear((heads, given), (hidden,), out_std, dtype, rngs, shard_axis=0, bias=output_bias)
 
-    def rounding(self, rows: int, backend: str | None) -> Rounding | None:
+    def rounding(self, num_rows: int, backend: str | None) -> Rounding | None:
         """None where two products read it."""
-        return self._first.rounding(rows, backend) if self.gate is None and self.values is None else None
+        return self._first.rounding(num_rows, backend) if self.gate is None and self.values is None else None
 
     @property
     def _first(self) -> Linear:
@@ -297,8 +297,8 @@ class MLP(Reader):
         self.up = Linear((hidden,), (inner,), hidden**-0.5, dtype, rngs, shard_axis=1, bias=bias)
         self.down = _down(config, dtype, rngs, bias)
 
-    def rounding(self, rows: int, backend: str | None) -> Rounding | None:
-        return self.up.rounding(rows, backend)
+    def rounding(self, num_rows: int, backend: str | None) -> Rounding | None:
+        return self.up.rounding(num_rows, backend)
 
     def __call__(self, x: Rows, backend: str | None = "xla") -> PartialSum:
         """[T, hidden] -> [T, hidden].
@@ -322,8 +322,8 @@ class GatedMLP(Reader):
         self.gate_up = Linear((hidden,), (2, inner), hidden**-0.5, dtype, rngs, shard_axis=2, bias=bias)
         self.down = _down(config, dtype, rngs, bias)
 
-    def rounding(self, rows: int, backend: str | None) -> Rounding | None:
-        return self.gate_up.rounding(rows, backend)
+    def rounding(self, num_rows: int, backend: str | None) -> Rounding | None:
+        return self.gate_up.rounding(num_rows, backend)
 
     def __call__(self, x: Rows, backend: str | None = "xla") -> PartialSum:
         """[T, hidden] -> [T, hidden].
@@ -331,7 +331,7 @@ class GatedMLP(Reader):
         x: an array, or rounded as `rounding` says.
         backend: of `pallas_kernels.gated_product`; gradients need "xla".
         """
-        inner = self.gate_up.gated(x, self.activation, backend, self.down.rounding(num_rows(x), backend))
+        inner = self.gate_up.gated(x, self.activation, backend, self.down.rounding(count_rows(x), backend))
         return self.down.partial_sum(inner, backend)
 
 

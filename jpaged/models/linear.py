@@ -25,9 +25,9 @@ Rows = jax.Array | RoundedRows
 """What layers read: [T, *inputs], or what the layer's `Rounding` made of such rows."""
 
 
-def num_rows(rows: Rows) -> int:
-    """T."""
-    return rows.count if isinstance(rows, RoundedRows) else rows.shape[0]
+def count_rows(x: Rows) -> int:
+    """T, without the padding of `RoundedRows`."""
+    return x.count if isinstance(x, RoundedRows) else x.shape[0]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Rounding:
 
 
 Term = jax.Array | Sums
-"""[T, hidden], or what is that when its scales are multiplied."""
+"""[T, hidden], or such a product whose scales are still to be multiplied."""
 
 
 @jax.tree_util.register_dataclass
@@ -186,12 +186,12 @@ class Linear(nnx.Module):
         axis = self.layout.split_row
         self.bias = parameter(rngs, Constant(0.0), outputs, dtype, axis, **bias_options) if bias else None
 
-    def rounding(self, rows: int, backend: str | None) -> Rounding | None:
-        """How the layer rounds so many rows that it reads, if it takes them rounded so; None if it takes arrays alone.
+    def rounding(self, num_rows: int, backend: str | None) -> Rounding | None:
+        """How to round what this layer reads before it is called; None if it must be an array.
 
-        backend: of the calls that read them.
+        num_rows: of what it reads, since few rows may stay in 16 bits. backend: of the calls that read it.
         """
-        del rows, backend
+        del num_rows, backend
         return None
 
     def __call__(self, x: Rows, dtype: jnp.dtype | None = None, backend: str | None = "xla") -> jax.Array:
@@ -252,9 +252,9 @@ class Linear(nnx.Module):
 class Reader(nnx.Module):
     """A part of a layer that reads arrays alone, until it overrides `rounding`."""
 
-    def rounding(self, rows: int, backend: str | None) -> Rounding | None:
-        """How so many rows that a call reads may be rounded before; None if they must be an array."""
-        del rows, backend
+    def rounding(self, num_rows: int, backend: str | None) -> Rounding | None:
+        """How what a call reads may be rounded before, as of `Linear`; None if it must be an array."""
+        del num_rows, backend
         return None
 
 

@@ -42,7 +42,16 @@ def test_timed_steps_are_decode_steps_of_all_sequences_however_long_their_prompt
     figure = steps.measure(engine, NUM_SEQS, args)  # of the last prompt's steps each has room for one token
     assert figure["wall_ms"] > 0
     assert timed[-1] - timed[0] == 16
-    assert {(len(plan.decode_slots), len(plan.chunks)) for plan in plans[timed[0] : timed[-1]]} == {(NUM_SEQS, 0)}
+    recorded = 8
+    measured = plans[timed[0] : timed[-1] + recorded]
+    assert {(len(plan.decode_slots), len(plan.chunks)) for plan in measured} == {(NUM_SEQS, 0)}
+
+
+def test_sequences_last_while_prompts_are_computed_and_steps_measured():
+    engine = SimpleNamespace(startup=SimpleNamespace(config=SimpleNamespace(token_buckets=(64, 512))))
+    args = SimpleNamespace(context=512, steps=48)
+    assert 148 + 2 * 48 < steps.output_len(engine, 128, args) < 148 + 2 * 48 + 32
+    assert 1 + 2 * 48 < steps.output_len(engine, 1, args) < 1 + 2 * 48 + 32
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
@@ -61,14 +70,14 @@ def test_sizes_whose_sequences_would_end_on_the_way_are_refused_or_left_out(engi
     given = ["--model", "m", "--context", str(most // 2), "--steps", "8", "--batch", "1", "--batch", str(NUM_SEQS)]
     asked = steps.parser().parse_args(given)
     longest = most // 2 + steps.output_len(engine, NUM_SEQS, asked)
-    with pytest.raises(InvalidParameterError, match=f"--batch {NUM_SEQS}: sequences grow to {longest} tokens"):
+    with pytest.raises(InvalidParameterError, match=f"Batch {NUM_SEQS}: sequences grow to {longest} tokens"):
         steps.sizes_that_last(engine, asked.batch, asked)
     some = steps.parser().parse_args(["--model", "m", "--context", "8"])
     assert steps.sizes_that_last(engine, [1, NUM_SEQS], some) == [1, NUM_SEQS]
     others = SimpleNamespace(startup=engine.startup, max_model_len=8 + steps.output_len(engine, 1, some))
     assert steps.sizes_that_last(others, [1, NUM_SEQS], some) == [1]
     others.max_model_len -= 1
-    with pytest.raises(InvalidParameterError, match="--batch 1: sequences grow to"):
+    with pytest.raises(InvalidParameterError, match="Batch 1: sequences grow to"):
         steps.sizes_that_last(others, [1, NUM_SEQS], some)
 
 

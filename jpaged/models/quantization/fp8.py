@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jpaged.models.grouped_linear import GroupedLinear
-from jpaged.models.linear import Linear, Rounding, Rows, Term, num_rows
+from jpaged.models.linear import Linear, Rounding, Rows, Term, count_rows
 from jpaged.models.parameters import Constant, Normal, parameter
 from jpaged.models.quantization.grouped import QuantizedGroupedLinear, Values
 from jpaged.models.quantization.layers import Kind, QuantizedLinear, RowOrder, rows_parameter
@@ -82,32 +82,32 @@ class Fp8Linear(QuantizedLinear):
         one = jnp.dtype(jnp.float32)
         self.input_scale = parameter(rngs, Constant(1 / 64), (1,), one, **options) if static else None
 
-    def rounding(self, rows: int, backend: str | None) -> Rounding | None:
+    def rounding(self, num_rows: int, backend: str | None) -> Rounding | None:
         kind, (kernel, scale) = self.kind, self._weights()
-        if not takes_rounded_rows(rows, kernel, scale, self.dtype, kind.group, kind.activations, backend):
+        if not takes_rounded_rows(num_rows, kernel, scale, self.dtype, kind.group, kind.activations, backend):
             return None
         return Rounding(None if self.input_scale is None else self.input_scale[...], kind.upper_bound, backend)
 
     def gated(self, x: Rows, activation: str, backend: str | None, rounding: Rounding | None = None) -> Rows:
-        own = self.rounding(num_rows(x), backend)
+        own = self.rounding(count_rows(x), backend)
         if own is None or rounding is None or self.bias is not None:
             return super().gated(x, activation, backend, rounding)
         return rounding(self._sums(x, own), activation=activation)[0]
 
     def sums(self, x: Rows, backend: str | None = "xla") -> jax.Array | Sums:
-        rounding = self.rounding(num_rows(x), backend)
+        rounding = self.rounding(count_rows(x), backend)
         if rounding is None or self.bias is not None:
             return super().sums(x, backend)
         return self._sums(x, rounding)
 
     def _term(self, x: Rows, backend: str | None) -> Term:
-        rounding = self.rounding(num_rows(x), backend)
+        rounding = self.rounding(count_rows(x), backend)
         if rounding is None or len(self.layout.outputs) > 1:
             return super()._term(x, backend)
         return self._sums(x, rounding)
 
     def _product(self, x: Rows, dtype: jnp.dtype | None, backend: str | None) -> jax.Array:
-        rounding = self.rounding(num_rows(x), backend)
+        rounding = self.rounding(count_rows(x), backend)
         if rounding is None:
             return super()._product(x, dtype, backend)
         sums = self._sums(x, rounding, dtype)

@@ -33,7 +33,7 @@ from jpaged.pallas_kernels.common.numerics import FP8_MAX, LEAST_LARGEST, LEAST_
 GROUP = 128
 """Inputs that share a scale in int4, unless others are asked for."""
 GROUPS = (32, 64, 128)
-"""Of which there is a choice."""
+"""Sizes of groups that there is a choice of."""
 
 _FP8: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 _DYNAMIC = _FP8 | {"dynamic": True}

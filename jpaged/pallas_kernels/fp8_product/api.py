@@ -4,10 +4,10 @@
 
 Rows of w are outputs, so that both operands run along K: the one order that FP8 tensor cores take on Ada and Hopper.
 
-With activations "dynamic" or "static", x may be rounded to e4m3 too, and both operands go to the tensor cores in 8
-bits. Ada and Hopper accumulate in 14 bits, so "triton" sums at most 128 inputs there and adds these sums in float32.
-GPUs without FP8 tensor cores (before 8.9) leave x as it is, and so do "none", "hopper", which takes few rows, and "xla"
-where groups of inputs have scales of their own; w is then widened to x's type.
+With activations "dynamic" or "static", x is rounded to e4m3 and the tensor cores multiply in 8 bits. x stays as it is,
+and w is widened to its type, with "none", on GPUs before 8.9, by "hopper", which is picked for up to 16 rows, and by
+"xla" where inputs are in groups. Ada and Hopper accumulate products of two e4m3 operands in 14 bits, so "triton" sums
+at most 128 inputs there and adds these sums in float32. A NaN among weights counts as 480 where a kernel widens them.
 """
 
 from typing import Any, Literal
@@ -68,7 +68,7 @@ def fp8_product(
 
 
 def takes_rounded_rows(
-    rows: int,
+    num_rows: int,
     w: jax.Array,
     scale: jax.Array,
     dtype: jnp.dtype,
@@ -80,7 +80,7 @@ def takes_rounded_rows(
     so that `product_of_rounded` does the same for rows that are rounded. The arguments are those of `fp8_product`."""
     if group is not None or activations == "none" or not rounds_activations(devices.default_device()):
         return False
-    x = jax.ShapeDtypeStruct((rows, w.shape[1]), dtype)
+    x = jax.ShapeDtypeStruct((num_rows, w.shape[1]), dtype)
     return OP.pick(backend, x, w, scale, group, activations).backend == REFERENCE
 
 

@@ -1,4 +1,4 @@
-"""The product of few rows with FP8 weights on Hopper: which calls its kernel (`narrow_product/hopper.py`) takes,
+"""The product of few rows with FP8 weights on Hopper: which calls its kernel (`narrow_product/hopper_kernel.py`) takes,
 and in which tiles.
 
 Rows stay in 16 bits: those of a decode step take next to no time to read, and rounding them would take a kernel.
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jpaged.pallas_kernels.common.numerics import as_bits
 from jpaged.pallas_kernels.fp8_product.operands import Operands, Options
-from jpaged.pallas_kernels.narrow_product.hopper import GROUPS, Form, Tiling, narrow_product
+from jpaged.pallas_kernels.narrow_product.hopper_kernel import GROUPS, Form, Tiling, narrow_product
 
 TILINGS = (Tiling(8, 2, 1, 3), Tiling(16, 2, 1, 3))
 """From few rows to many: within 2 % of the fastest of a sweep on an H200 for an 8B model's products together."""
@@ -27,7 +27,7 @@ def unsupported(x: jax.Array, w: jax.Array, scale: jax.Array, group: int | None,
     if x.shape[1] < _INPUTS or x.shape[1] % 16:
         return f"it takes multiples of 16 inputs from {_INPUTS} on, and there are {x.shape[1]}"
     if scale.shape[1] > 1 and group not in GROUPS:
-        return f"groups of {group}; it takes {', '.join(map(str, GROUPS))}, or one"
+        return f"groups of {group} inputs; it takes groups of {', '.join(map(str, GROUPS))}, or a scale an output"
     return None
 
 

@@ -1,4 +1,4 @@
-"""The 4-bit product on Hopper: which calls its kernel (`narrow_product/hopper.py`) takes, and in which tiles."""
+"""The 4-bit product on Hopper: which calls its kernel (`narrow_product/hopper_kernel.py`) takes, and in which tiles."""
 
 import dataclasses
 import functools
@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.pallas_kernels.int4_product.operands import Operands
-from jpaged.pallas_kernels.narrow_product.hopper import GROUPS, Form, Tiling, narrow_product
+from jpaged.pallas_kernels.narrow_product.hopper_kernel import GROUPS, Form, Tiling, narrow_product
 
 _INPUTS = Form(4, None).inputs  # of a stage
-_MOST_ROWS = {32: 32, 64: 1024, 128: 4096}  # by group
+_MOST_ROWS = {32: 32, 64: 512, 128: 2048}  # by group
 
 TILINGS = (Tiling(8, 2, 1, 3), Tiling(16, 2, 1, 3), Tiling(32, 1, 4, 3), Tiling(64), Tiling(128, 1, 2, 2))
 """From few rows to many: the fastest of a sweep on an H200 for an 8B model's products together, or within 1 % of it
@@ -25,7 +25,7 @@ def pick_tiling(rows: int, group: int, *, zeros: bool) -> Tiling:
     """
     fitting = TILINGS if group == 128 else TILINGS[:-1]
     found = next((one for one in fitting if one.rows >= rows), fitting[-1])
-    if group < (64 if found.rows < 32 else 128):
+    if group < (64 if found.by_mma else 128):
         return dataclasses.replace(found, blocks=1, consumers=2)
     return Tiling(32, 2, 2, 3) if zeros and found.rows == 32 else found
 
@@ -36,15 +36,15 @@ def unsupported(x: jax.Array, w: jax.Array, group: int, form: str) -> str | None
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it takes bfloat16 and float16, not {x.dtype}"
     if x.shape[1] < _INPUTS:
-        return f"it takes {_INPUTS} inputs at a time, and there are {x.shape[1]}"
+        return f"it takes at least {_INPUTS} inputs, and there are {x.shape[1]}"
     if form != "int4" or group not in GROUPS:
         return f"groups of {group} of form={form!r}; it takes {', '.join(map(str, GROUPS))} of 'int4'"
     return None
 
 
 def worthwhile(x: jax.Array, w: jax.Array, group: int, form: str) -> bool:
-    """Until weights that are widened once for all rows cost less; in groups of 32 as long as their scales find
-    registers."""
+    """Up to where XLA, which widens the weights once for all rows, may be faster: less in groups of 64, which have
+    smaller tiles, and of 32, whose scales leave no registers for more."""
     del w, form
     return x.shape[0] <= _MOST_ROWS[group]
 

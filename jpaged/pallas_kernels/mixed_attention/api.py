@@ -101,7 +101,7 @@ def attend_apart(
     alone, alone_lse = decode_attention(q[:most], kv_pool, block_tables[:most], own_lens, **features)
     # Rows that decode have no queries here; nobody computes theirs.
     starts = jnp.maximum(query_starts, num_decodes)
-    if widened.pays(q, kv_pool, features.get("sliding_window"), features.get("backend")):
+    if widened.worthwhile(q, kv_pool, features.get("sliding_window"), features.get("backend")):
         together, lse = widened.widened_attention(operands, starts, causal=causal, **features)
     else:
         together, lse = ragged_attention(q, kv_pool, block_tables, kv_lens, starts, causal=causal, **features)

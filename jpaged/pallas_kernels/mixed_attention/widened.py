@@ -26,10 +26,11 @@ _TOKENS_EACH = 4
 heads of 128 columns, it takes 134 MB in a step of 8,192 tokens."""
 
 
-def pays(q: jax.Array, kv_pool: jax.Array, sliding_window: int | None, backend: str | None) -> bool:
-    """Whether Hopper's kernel would be picked for a pool in 16 bits, as it is for none in FP8.
+def worthwhile(q: jax.Array, kv_pool: jax.Array, sliding_window: int | None, backend: str | None) -> bool:
+    """Whether to widen: the pool is in FP8, Hopper's kernel would be picked if it were in 16 bits, and there is no
+    window, with which little is read.
 
-    With a window, little of a pool is read. backend: as of `mixed_attention`; one that is forced alone does all.
+    backend: as of `mixed_attention`; a single one that is forced computes everything itself.
     """
     forced = [] if backend is None else [canonical(one) for one in backend.split(",")]
     if kv_pool.dtype != FP8 or sliding_window is not None or len(forced) == 1 or (forced and _HOPPER not in forced):

@@ -1,5 +1,5 @@
-"""What products with weights in 4 or 8 bits ask of a GPU for which Pallas has no word: bits that become numbers in the
-registers that products take them from. `hopper_interpreted.py` has the same for a CPU.
+"""The instructions that Pallas lacks for products with weights in 4 or 8 bits, which are widened to 16 bits in
+registers, in the layout that mma and wgmma read. `hopper_interpreted.py` has the same for a CPU.
 
 A tile of accumulators [64, rows] has one register an element (`ACCUMULATOR` of the gated product): thread l of warp w
 holds outputs 16 w + l / 4 and 8 below, of each eight rows 2 (l % 4) and the next. Both wgmma and a warp's own mma have
@@ -10,7 +10,7 @@ import collections
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,9 @@ __all__ = [
     "zeros",
 ]
 
-_MMA_ROWS = 16  # up to which each warp multiplies by itself (mma), which took less time than wgmma for one row
+MMA_ROWS = 16
+"""Rows up to which each warp multiplies by itself (mma): for one row that took less time than wgmma, which a warpgroup
+takes for more, and for 4 bits alone."""
 _OF_OUTPUTS = ACCUMULATOR.reduce(1)
 _PIECE = 16  # bytes that the swizzle moves as one: 16 inputs of a group's first half, and 16 of its second
 
@@ -158,7 +160,7 @@ def add_products(
         kind = "bf16" if ir.MemRefType(x.type).element_type == ir.BF16Type.get() else "f16"
         numbers = _Integers(kind) if form.bits == 4 else _Floats(kind)
         stage = _Stage(numbers, w, x, form.group or form.inputs, zero_points)
-        products = _mma_products if stage.rows <= _MMA_ROWS else _wgmma_products
+        products = _mma_products if stage.rows <= MMA_ROWS else _wgmma_products
         sums = list(sums)
         for number, block, of_group in products(stage, form.groups, sums):
             factors = [numbers.factor(one) for one in _values(scales[block][number])] if scales else None
@@ -185,7 +187,7 @@ def scaled(sums: jax.Array, scale: jax.Array) -> jax.Array:
 class _Stage(NamedTuple):
     """A stage's operands, as a thread sees them."""
 
-    numbers: Any  # `_Integers` or `_Floats`
+    numbers: "_Numbers"
     w: Any
     x: Any
     group: int
@@ -298,7 +300,7 @@ class _Lines:
     """Reads of shared memory in lines of 128 bytes, by threads whose line is that of their l / 4, in their warp's.
 
     The swizzle stores piece p of line n in place of piece p XOR (n % 8). Lines begin at multiples of 128 bytes. All
-    reads are done when a barrier is arrived at after them, which has the producer fill the stage again.
+    reads are done before a consumer arrives at `free`, after which the producer fills the stage again.
     """
 
     def __init__(self, ref: Any, within: Any, *, per_warp: int) -> None:
@@ -350,6 +352,31 @@ def _even_and_odd(words: list[Any]) -> list[list[Any]]:
     ]
 
 
+class _Numbers(Protocol):
+    """How bits become 16-bit floats, two a register.
+
+    runs: of inputs, that share bytes. kind: of floats, as PTX names it.
+    """
+
+    runs: int
+    kind: str
+
+    def run(self, group: int) -> int:
+        """Neighbouring inputs of a group that a thread takes a quarter of."""
+
+    def factor(self, scale: Any) -> Any:
+        """What sums are multiplied by, of a group's scale."""
+
+    def biases(self, points: Any) -> list[Any]:
+        """What is added to numbers of two outputs, given their zero points or None."""
+
+    def of_word(self, word: Any, bias: Any) -> list[list[Any]]:
+        """Of a word's first and third byte, and of its second and fourth: a pair of registers for each run."""
+
+    def four(self, word: Any, which: Any, bias: Any) -> list[Any]:
+        """Of two bytes of a word: a register for each run, for wgmma."""
+
+
 class _Integers:
     """4-bit integers to two 16-bit floats a register.
 
@@ -358,7 +385,7 @@ class _Integers:
     brings both to the number / 64 in bfloat16, / 512 in float16, and takes the zero point.
     """
 
-    runs = 2  # of inputs, that share bytes
+    runs = 2
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -368,17 +395,13 @@ class _Integers:
         self._divisor = 64.0 if kind == "bf16" else 512.0
 
     def factor(self, scale: Any) -> Any:
-        """What sums are multiplied by, of a group's scale."""
         f32 = ir.F32Type.get()
         return arith.mulf(scale, arith.constant(f32, ir.FloatAttr.get(f32, self._divisor)))
 
-    @staticmethod
-    def run(group: int) -> int:
-        """Neighbouring inputs of a group that it has in the same bits of neighbouring bytes."""
+    def run(self, group: int) -> int:
         return group // 2
 
-    def biases(self, points: list[Any] | None) -> list[Any]:
-        """What is added to numbers, given their zero points; None for 8."""
+    def biases(self, points: Any) -> list[Any]:
         if points is None:
             return [constant(self._eight)] * 2
         i32 = ir.IntegerType.get_signless(32)
@@ -400,7 +423,6 @@ class _Integers:
         return self._made(ptx, 2, word, which, bias)
 
     def of_word(self, word: Any, bias: Any) -> list[list[Any]]:
-        """Of a word's first and third byte, and of its second and fourth: the lower bits, and the upper ones."""
         ptx = f"""
             shr.b32 b, $4, 8;
             and.b32 a, $4, 0x000F000F;
@@ -437,22 +459,20 @@ class _Floats:
         places = (4, 4, 0x07F0, 0x7B80) if kind == "bf16" else (7, 1, 0x3F80, 0x5C00)
         self._left, self._right, self._digits, self._power = places
 
-    @staticmethod
-    def run(group: int) -> int:
-        """Neighbouring inputs of a group, as many as a line of x has."""
+    def run(self, group: int) -> int:
         return min(group, DEPTH)
 
-    def biases(self, points: None) -> list[None]:
-        """Nothing is added to numbers."""
+    def biases(self, points: Any) -> list[Any]:
         del points
         return [None, None]
 
     def factor(self, scale: Any) -> Any:
-        """What sums are multiplied by, of a group's scale."""
         return scale
 
-    def of_word(self, word: Any, bias: None) -> list[list[Any]]:
-        """Of a word's first and third byte, and of its second and fourth."""
+    def four(self, word: Any, which: Any, bias: Any) -> list[Any]:
+        raise NotImplementedError("e4m3 is not multiplied by wgmma")
+
+    def of_word(self, word: Any, bias: Any) -> list[list[Any]]:
         del bias
         i32 = ir.IntegerType.get_signless(32)
         digits, signs, power = (one * 0x00010001 for one in (self._digits, 0x8000, self._power))

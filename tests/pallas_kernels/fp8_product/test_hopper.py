@@ -19,7 +19,7 @@ if missing("hopper") is not None:
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jpaged.pallas_kernels.fp8_product import hopper
-from jpaged.pallas_kernels.narrow_product.hopper import Tiling
+from jpaged.pallas_kernels.narrow_product.hopper_kernel import Tiling
 
 BITS = {"bfloat16": 8, "float16": 11, "float32": 23}
 
@@ -97,7 +97,7 @@ def test_what_the_kernel_refuses_it_names():
     with pytest.raises(ValueError, match="tiles of at most 16 rows, got 32"):
         compared("bfloat16", (3, 64, 256, None), Tiling(32))
     x, w, scale = operands(3, 8, 256, 16)
-    with pytest.raises(ValueError, match="groups of 16; it takes 32, 64, 128, or one"):
+    with pytest.raises(ValueError, match="groups of 16 inputs; it takes groups of 32, 64, 128, or a scale an output"):
         fp8_product(jnp.asarray(x, "bfloat16"), w, scale, group=16, backend="hopper")
 
 

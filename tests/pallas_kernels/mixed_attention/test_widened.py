@@ -9,7 +9,7 @@ from jpaged.pallas_kernels import devices, mixed_attention, ragged_attention
 from jpaged.pallas_kernels.common.attention_arguments import Operands
 from jpaged.pallas_kernels.devices import Device
 from jpaged.pallas_kernels.mixed_attention import widened
-from jpaged.pallas_kernels.mixed_attention.widened import pays, widened_attention
+from jpaged.pallas_kernels.mixed_attention.widened import widened_attention, worthwhile
 from tests.pallas_kernels.marks import needs_triton, on_gpu
 from tests.pallas_kernels.paged import assert_close, assert_lse_close, expected_ragged, make_world, random_queries
 
@@ -28,6 +28,23 @@ def test_rows_that_fit_into_the_workspace_and_others_are_right(workspace):
     want, want_lse = expected_ragged(world, np.asarray(q), STARTS)
     assert_close(out, want, "float32")
     assert_lse_close(lse, want_lse, "float32")
+
+
+@pytest.mark.parametrize(
+    ("workspace", "boundary"), [(2, 0), (3, 30), (21, 30), (22, 130), (23, 131), (32, 150), (35, 183), (None, 183)]
+)
+def test_as_many_first_rows_as_fit_are_attended_to_in_the_workspace(workspace, boundary, monkeypatch):
+    calls = []
+
+    def attend(q, pool, tables, lens, starts, **features):
+        calls.append((pool.dtype, int(starts[0]), int(starts[-1])))
+        return ragged_attention(q, pool, tables, lens, starts, **features)
+
+    monkeypatch.setattr(widened, "ragged_attention", attend)
+    world = make_world(7, LENS, kv_heads=2, head_dim=16, block_size=16, dtype=FP8)
+    q = random_queries(7, 190, 4, 16, "float32")
+    widened_attention(Operands(q, world.pool, world.tables, world.lens, None), STARTS, workspace=workspace)
+    assert calls == [(q.dtype, 0, boundary), (world.pool.dtype, boundary, 183)]
 
 
 @pytest.mark.parametrize("workspace", [2, 22, 200])
@@ -58,14 +75,14 @@ def test_it_is_for_pools_in_fp8_on_hopper(monkeypatch):
     q = jax.ShapeDtypeStruct((2048, 8, 128), jnp.bfloat16)
     fp8, wide = (jax.ShapeDtypeStruct((8, 2, 2, 16, 128), dtype) for dtype in (FP8, "bfloat16"))
     monkeypatch.setattr(devices, "default_device", lambda: Device("gpu", (9, 0)))
-    assert pays(q, fp8, None, None)
-    assert not pays(q, wide, None, None)
-    assert not pays(q, fp8, 128, None)
-    assert not pays(q, fp8, None, "triton")
-    assert not pays(q, fp8, None, "triton,xla")
-    assert pays(q, fp8, None, "mosaic,triton,xla")
+    assert worthwhile(q, fp8, None, None)
+    assert not worthwhile(q, wide, None, None)
+    assert not worthwhile(q, fp8, 128, None)
+    assert not worthwhile(q, fp8, None, "triton")
+    assert not worthwhile(q, fp8, None, "triton,xla")
+    assert worthwhile(q, fp8, None, "mosaic,triton,xla")
     monkeypatch.setattr(devices, "default_device", lambda: Device("gpu", (8, 9)))
-    assert not pays(q, fp8, None, None)
+    assert not worthwhile(q, fp8, None, None)
 
 
 @pytest.mark.gpu

@@ -7,9 +7,9 @@
                      x [4 or 2, rows, 64]: of the same         a group's sums = numbers x^T
                      --> full                                  sums += a group's sums * its scales
 
-Weights become 16-bit floats as bits in their places, far too small, and one multiplication mends that; of 4-bit
-integers it takes the zero point as well. Scales multiply float32 sums. Products are a warp's (mma) for up to 16 rows,
-and a warpgroup's (wgmma) for more; `hopper_primitives.py` says which inputs a thread takes for each.
+A weight's bits are placed in a 16-bit float, which is then too small by a power of two. One multiplication corrects
+that; for 4-bit integers the same FMA subtracts the zero point. Scales multiply float32 sums. Products are a warp's
+(mma) for up to 16 rows, and a warpgroup's (wgmma) for more; `hopper_primitives.py` says which inputs a thread takes.
 """
 
 import dataclasses
@@ -27,13 +27,13 @@ from jpaged.pallas_kernels.devices import num_multiprocessors
 from jpaged.pallas_kernels.gated_product.hopper_primitives import LINES
 from jpaged.pallas_kernels.gated_product.hopper_tiling import DEPTH, ROWS
 from jpaged.pallas_kernels.narrow_product import hopper_interpreted, hopper_primitives
+from jpaged.pallas_kernels.narrow_product.hopper_primitives import MMA_ROWS
 
 GROUPS = (32, 64, 128)
 """Inputs that may share a scale."""
 STAGE_BYTES = 128
-"""Of each output, in a stage."""
+"""Of each output's weights, in a stage: 256 inputs in 4 bits, 128 in 8."""
 _MOST_SPLITS = 8
-_MOST_ROWS_OF_BYTES = 16
 _MOST_OUTPUTS = 256  # of a copy
 _PRODUCER = 40  # registers
 _SHARED_BYTES = 226 << 10  # of the 227 KiB that a CTA may have, less its barriers
@@ -48,7 +48,7 @@ class Tiling:
         blocks: of 64 outputs, of a consumer. A CTA has at most 256 outputs.
         consumers: warpgroups that compute; from 32 rows on two or more.
         stages: of the ring, as far as they fit into shared memory.
-        splits: parts of the inputs, whose sums XLA adds up; None for as many as keep the GPU reading.
+        splits: parts of the inputs, whose sums XLA adds up; None for `splits_of`.
     """
 
     rows: int
@@ -62,10 +62,15 @@ class Tiling:
             raise ValueError(f"rows must be 8, 16, 32, 64 or 128, got {self.rows}")
         if min(self.blocks, self.consumers) < 1 or self.outputs > _MOST_OUTPUTS:
             raise ValueError(f"blocks x consumers x {ROWS} must be at most {_MOST_OUTPUTS} outputs, got {self.outputs}")
-        if self.rows >= 32 and self.consumers < 2:
+        if not self.by_mma and self.consumers < 2:
             raise ValueError(f"consumers must be at least 2 with {self.rows} rows, got {self.consumers}")
         if self.stages < 1 or self.stages * self.stage_bytes > _SHARED_BYTES:
             raise ValueError(f"{self.stages} stages of {self.stage_bytes} bytes do not fit into {_SHARED_BYTES}")
+
+    @property
+    def by_mma(self) -> bool:
+        """Whether each warp multiplies by itself; else a warpgroup does, by wgmma."""
+        return self.rows <= MMA_ROWS
 
     @property
     def outputs(self) -> int:
@@ -76,7 +81,7 @@ class Tiling:
         """Registers of a consumer's thread and of the producer's, all that there are. None for up to 16 rows, where all
         threads have what the compiler takes.
         """
-        if self.rows < 32:
+        if self.by_mma:
             return None
         threads = self.consumers + 1  # by 128, of which a multiprocessor has 512 registers
         together = 512 // threads // 8 * 8 * threads
@@ -125,24 +130,29 @@ class Form:
 
     @property
     def groups(self) -> int:
-        """Of a stage, each of which is multiplied by itself."""
+        """Of a stage. Each has sums of its own, which its scale multiplies."""
         return 1 if self.group is None else self.inputs // self.group
 
 
 def narrow_product(
     arrays: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None], form: Form, t: Tiling, dtype: Any, interpret: Any
 ) -> jax.Array:
-    """x [M, K] @ weights.T, in a jit.
+    """x @ (weights * scales).T, summed in float32; called inside a jit.
 
-    arrays: x; weights, uint8 [N, K * bits / 8]; scales, float32 [N, G]; zero points, uint8 [N, G], or None.
-    t: in 8 bits of at most 16 rows.
-    dtype: of the result. interpret: a `plgpu.InterpretGPUParams` runs the kernel on a CPU.
-
+    Args:
+        arrays: x, bfloat16 or float16 [M, K]; weights, uint8 [N, K * bits / 8], packed as in `int4_product` or the bits
+            of e4m3; scales, float32 [N, G]; zero points, uint8 [N, G], or None.
+        form: how weights are kept.
+        t: of at most 16 rows with weights in 8 bits.
+        dtype: of the result.
+        interpret: a `plgpu.InterpretGPUParams` runs the kernel on a CPU.
+    Returns:
+        [M, N].
     Raises:
-        ValueError: a tiling of more rows.
+        ValueError: weights in 8 bits with a tiling of more than 16 rows.
     """
-    if form.bits == 8 and t.rows > _MOST_ROWS_OF_BYTES:
-        raise ValueError(f"weights in 8 bits have tiles of at most {_MOST_ROWS_OF_BYTES} rows, got {t.rows}")
+    if form.bits == 8 and not t.by_mma:
+        raise ValueError(f"weights in 8 bits have tiles of at most {MMA_ROWS} rows, got {t.rows}")
     x, w, scale, zero = arrays
     rows, depth = x.shape
     outputs = w.shape[0]
