@@ -243,7 +243,7 @@ def test_gpus_since_ampere_but_hopper_take_triton_s_kernels(monkeypatch: pytest.
 
 @needs_triton
 @needs_mosaic
-def test_on_hopper_few_rows_of_4_bit_integers_have_a_kernel_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_hopper_4_bit_integers_have_a_kernel_of_their_own_up_to_so_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "default_device", lambda: HOPPER)
     op = registry._OPS["int4_product"]
 
@@ -251,11 +251,12 @@ def test_on_hopper_few_rows_of_4_bit_integers_have_a_kernel_of_their_own(monkeyp
         x, w = ((rows, inputs), jnp.bfloat16), ((512, inputs // 2), jnp.uint8)
         return op.pick(forced, *(jax.ShapeDtypeStruct(*one) for one in (x, w)), group, form).backend
 
-    assert [picked(rows) for rows in (1, 64, 65, 512, 513)] == ["hopper", "hopper", "triton", "triton", "xla"]
-    assert [picked(rows, group=32) for rows in (32, 33)] == ["hopper", "triton"]
+    assert [picked(rows) for rows in (1, 2048, 2049)] == ["hopper", "hopper", "xla"]
+    assert [picked(rows, group=64) for rows in (512, 513)] == ["hopper", "xla"]
+    assert [picked(rows, group=32) for rows in (32, 33, 512, 513)] == ["hopper", "triton", "triton", "xla"]
     assert picked(1, group=16, form="nvfp4") == "triton"
     assert picked(1, inputs=128) == "triton"
-    assert [picked(rows, forced="hopper,xla") for rows in (64, 65)] == ["hopper", "xla"]
+    assert [picked(rows, forced="hopper,xla") for rows in (2048, 2049)] == ["hopper", "xla"]
 
 
 @needs_triton
