@@ -243,7 +243,9 @@ def test_gpus_since_ampere_but_hopper_take_triton_s_kernels(monkeypatch: pytest.
 
 @needs_triton
 @needs_mosaic
-def test_on_hopper_4_bit_integers_have_a_kernel_of_their_own_up_to_so_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_hopper_4_bit_integers_have_a_kernel_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(devices, "default_device", lambda: HOPPER)
     op = registry._OPS["int4_product"]
 
