@@ -14,6 +14,7 @@ Microseconds of each product of an 8B model in each configuration, beside the fl
 import argparse
 import json
 import statistics
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -27,6 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jpaged.bench import kernels
+from jpaged.bench.device_trace import kernel_times, read_trace
 from jpaged.bench.kernel_cases import products
 from jpaged.bench.kernel_cases.case import L2_BYTES, normal
 from jpaged.pallas_kernels.fp8_product import hopper as fp8_hopper
@@ -98,8 +100,24 @@ def figure(multiply: Callable[..., jax.Array], given: tuple[list[Any], list[Any]
     return 1e6 * statistics.median(seconds)
 
 
-def measured(kind: str, layer: str, rows: int) -> Iterator[dict[str, Any]]:
-    """A line for each configuration."""
+def figure_on_device(multiply: Callable[..., jax.Array], given: tuple[list[Any], list[Any], jax.Array]) -> float:
+    """Microseconds of a product's kernels by the profiler, without what lies between them."""
+    program, (rows, weights, scale), turns = jax.jit(multiply), given, 3
+
+    def turn() -> None:
+        jax.block_until_ready([program(*pair, scale) for pair in zip(rows, weights, strict=True)])
+
+    turn()
+    with tempfile.TemporaryDirectory() as directory:
+        with jax.profiler.trace(directory):
+            for _ in range(turns):
+                turn()
+        times = kernel_times(read_trace(Path(directory)))
+    return 1e3 * sum(ms for ms, _ in times.values()) / (turns * len(rows))
+
+
+def measured(kind: str, layer: str, rows: int, *, on_device: bool) -> Iterator[dict[str, Any]]:
+    """A line for each configuration. on_device: as of the option."""
     outputs, inputs = products.PRODUCTS[layer]
     floor = products.product_floor_us(_FORMS[kind], rows, outputs, inputs)
     given = operands(kind, layer, rows)
@@ -114,7 +132,7 @@ def measured(kind: str, layer: str, rows: int) -> Iterator[dict[str, Any]]:
         line: dict[str, Any] = {"layer": layer, "rows": rows, "config": str(config), "floor_us": round(floor, 1)}
         try:
             done.result()
-            line["us"] = round(figure(product(kind, config), given), 2)
+            line["us"] = round((figure_on_device if on_device else figure)(product(kind, config), given), 2)
         except Exception as error:
             line["error"] = f"{type(error).__name__}: {error}"[:200]
         yield line
@@ -125,12 +143,13 @@ def main() -> None:
     parser.add_argument("kind", choices=_FORMS)
     parser.add_argument("--rows", type=int, action="append", help="may be repeated (default: 8)")
     parser.add_argument("--layer", action="append", choices=products.PRODUCTS, help="default: all")
+    parser.add_argument("--on-device", action="store_true", help="time kernels alone, by the profiler, without gaps")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     kernels._BATCH_S = 0.01
     layers, figures = options.layer or list(products.PRODUCTS), []
     for layer, rows in product_of(layers, options.rows or [8]):
-        for line in measured(options.kind, layer, rows):
+        for line in measured(options.kind, layer, rows, on_device=options.on_device):
             figures.append(line)
             print(json.dumps(line), flush=True)
     options.json.write_text(json.dumps({"kind": options.kind, "figures": figures}, indent=1))

@@ -154,15 +154,14 @@ def sizes_that_last(engine: LLMEngine, sizes: list[int], args: argparse.Namespac
     """
     most = engine.max_model_len
     longest = {batch: args.context + output_len(engine, batch, args) for batch in sizes}
-    lasting = [batch for batch in sizes if longest[batch] <= most]
     too_long = [batch for batch in sizes if longest[batch] > most]
-    if too_long and (args.batch is not None or not lasting):
+    if too_long and (args.batch is not None or too_long == sizes):
         raise InvalidParameterError(
             f"Batch {too_long[0]}: sequences grow to {longest[too_long[0]]} tokens until all are measured, and"
             f" max_model_len is {most}; raise --max-model-len or --max-num-batched-tokens, or lower --context, --steps"
             " or --batch."
         )
-    return lasting
+    return [batch for batch in sizes if batch not in too_long]
 
 
 def output_len(engine: LLMEngine, batch: int, args: argparse.Namespace) -> int:

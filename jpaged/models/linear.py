@@ -59,8 +59,8 @@ Term = jax.Array | Sums
 class PartialSum:
     """A shard's term of a sum over all shards, and what is added once to the whole. `residual.Stream.add` takes it.
 
-    term: of a product whose inputs are split over shards; scales that it still has, who adds it may multiply on the
-        way.
+    term: of a product whose inputs are split over shards. If it is `Sums`, whoever adds it multiplies its scales in the
+        same kernel.
     bias: [hidden], equal on every shard; or None.
     """
 

@@ -24,6 +24,7 @@ from jax import lax
 from jpaged.pallas_kernels.common import arguments as check
 from jpaged.pallas_kernels.common.attention_arguments import check_scale
 from jpaged.pallas_kernels.common.numerics import precision_of
+from jpaged.pallas_kernels.common.workspace import lay_out
 from jpaged.pallas_kernels.mixed_attention.api import mixed_attention
 from jpaged.pallas_kernels.ragged_attention.api import ragged_attention
 from jpaged.pallas_kernels.shared_prefix_attention.merge import merge_attention
@@ -100,18 +101,14 @@ def _own_tokens(
     rows, tokens = query_starts.shape[0] - 1, q.shape[0]
     starts = jnp.maximum(query_starts, num_decodes)  # rows that decode, which are the first, have no queries here
     lengths = starts[1:] - starts[:-1]
-    ends = jnp.cumsum((lengths + BLOCK_SIZE - 1) // BLOCK_SIZE, dtype=jnp.int32)
-    begins = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]])
     num_blocks = max(1, (tokens + (BLOCK_SIZE - 1) * min(rows, tokens)) // BLOCK_SIZE)
-    block = jnp.arange(num_blocks, dtype=jnp.int32)
-    row = jnp.minimum(jnp.sum(block[:, None] >= ends[None, :], axis=1, dtype=jnp.int32), rows - 1)
-    first = starts[row] + (block - begins[row]) * BLOCK_SIZE
+    laid_out = lay_out((lengths + BLOCK_SIZE - 1) // BLOCK_SIZE, num_blocks, -(-tokens // BLOCK_SIZE))
+    first = starts[laid_out.row] + laid_out.nth * BLOCK_SIZE
     # Places behind a row's last token hold some other token: kernels mind neither what is there nor NaN.
     token = jnp.clip(first[:, None] + jnp.arange(BLOCK_SIZE, dtype=jnp.int32), 0, tokens - 1)
     pool = _heads_of(latents, expansion)[token].transpose(0, 2, 3, 1, 4)  # [blocks, 2, heads, 16, head_dim]
-    table = jnp.minimum(begins[:, None] + jnp.arange(-(-tokens // BLOCK_SIZE), dtype=jnp.int32), num_blocks - 1)
     features: dict[str, Any] = {"scale": scale, "backend": backend, "return_lse": True, "value_dim": head_values}
-    out, lse = ragged_attention(q, pool, table, lengths, starts, **features)
+    out, lse = ragged_attention(q, pool, laid_out.table, lengths, starts, **features)
     # Behind a barrier for the reason that `mixed_attention` gives.
     out, lse = lax.optimization_barrier((out, lse))
     in_chunk = (jnp.arange(tokens) >= starts[0])[:, None]

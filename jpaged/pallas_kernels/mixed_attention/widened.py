@@ -17,6 +17,7 @@ from jax import lax
 
 from jpaged.pallas_kernels.common.attention_arguments import Operands
 from jpaged.pallas_kernels.common.numerics import FP8
+from jpaged.pallas_kernels.common.workspace import lay_out
 from jpaged.pallas_kernels.ragged_attention.api import OP, ragged_attention
 from jpaged.pallas_kernels.registry import canonical
 
@@ -46,21 +47,15 @@ def widened_attention(
     workspace: blocks; None for as many as pay. features: as of `ragged_attention`.
     """
     q, kv_pool, block_tables, kv_lens, alibi_slopes = operands
-    tokens, rows, block_size = q.shape[0], kv_lens.shape[0], kv_pool.shape[3]
+    tokens, block_size, width = q.shape[0], kv_pool.shape[3], block_tables.shape[1]
     capacity = max(1, _TOKENS_EACH * tokens // block_size) if workspace is None else workspace
     lengths = query_starts[1:] - query_starts[:-1]
     blocks = jnp.where(lengths > 0, (kv_lens + block_size - 1) // block_size, 0)
-    ends = jnp.cumsum(blocks, dtype=jnp.int32)
-    begins = ends - blocks
+    ends, row, nth, table = lay_out(blocks, capacity, width)
     boundary = query_starts[jnp.sum(ends <= capacity, dtype=jnp.int32)]  # the first token of a row that does not fit
-
-    place = jnp.arange(capacity, dtype=jnp.int32)
-    row = jnp.minimum(jnp.sum(place[:, None] >= ends[None, :], axis=1, dtype=jnp.int32), rows - 1)
-    entry = jnp.clip(place - begins[row], 0, block_tables.shape[1] - 1)
+    block = jnp.clip(block_tables[row, jnp.minimum(nth, width - 1)], 0, kv_pool.shape[0] - 1)
     # Places behind the last row's blocks hold the null block, which is in the cache.
-    block = jnp.where(place < ends[-1], jnp.clip(block_tables[row, entry], 0, kv_pool.shape[0] - 1), 0)
-    wide = kv_pool[block].astype(q.dtype)
-    table = jnp.minimum(begins[:, None] + jnp.arange(block_tables.shape[1], dtype=jnp.int32), capacity - 1)
+    wide = kv_pool[jnp.where(jnp.arange(capacity) < ends[-1], block, 0)].astype(q.dtype)
 
     features |= {"alibi_slopes": alibi_slopes, "return_lse": True}
     first, first_lse = ragged_attention(q, wide, table, kv_lens, jnp.minimum(query_starts, boundary), **features)
